@@ -1,0 +1,84 @@
+"""From logits to tokens: temperature, top-k, top-p, one counter-based uniform per draw.
+
+Sampling inverts the cumulative distribution at the row's uniform, in float64, so a token is a pure function of the
+row's logits and (seed, stream, position).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nonet.ops.rng import uniforms
+
+
+@dataclass
+class SamplingRows:
+    """Per-row sampling parameters, parallel arrays. positions: index of the token about to be drawn."""
+
+    temperature: np.ndarray
+    top_k: np.ndarray
+    top_p: np.ndarray
+    keys: np.ndarray
+    positions: np.ndarray
+
+
+def sample(logits_BW: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor, Tensor]:
+    """(tokens_B, logprobs_B, raw_logprobs_B): log-probs under the transformed distribution and under the model's own.
+
+    A greedy row (temperature 0) is a point mass: its behaviour log-prob is 0.
+    """
+    raw_BW = logits_BW.float().log_softmax(-1)
+    shaped_BW = _transform(raw_BW, rows)
+    cdf_BW = shaped_BW.double().exp().cumsum(-1)
+    u_B = torch.from_numpy(uniforms(rows.keys, rows.positions)).to(cdf_BW.device)
+    targets_B1 = (u_B * cdf_BW[:, -1]).unsqueeze(1)
+    tokens_B = torch.searchsorted(cdf_BW, targets_B1, right=True).squeeze(1)
+    # u < 1 keeps u * total below total except by rounding; then the last token with mass is meant.
+    tokens_B = torch.where(targets_B1.squeeze(1) >= cdf_BW[:, -1], _last_with_mass(shaped_BW), tokens_B)
+    greedy_B = torch.from_numpy(rows.temperature == 0).to(cdf_BW.device)
+    if greedy_B.any():
+        tokens_B = torch.where(greedy_B, raw_BW.argmax(-1), tokens_B)
+    index = tokens_B.unsqueeze(1)
+    logprobs_B = shaped_BW.gather(1, index).squeeze(1)
+    return tokens_B, logprobs_B.masked_fill(greedy_B, 0.0), raw_BW.gather(1, index).squeeze(1)
+
+
+def _transform(raw_BW: Tensor, rows: SamplingRows) -> Tensor:
+    """Log-probs after temperature, then top-k, then top-p, renormalised."""
+    plain = (rows.temperature == 1) & (rows.top_k == 0) & (rows.top_p == 1)
+    if plain.all():
+        return raw_BW
+    temperature = np.where(rows.temperature == 0, 1.0, rows.temperature)
+    shaped = (raw_BW / torch.from_numpy(temperature).to(raw_BW).unsqueeze(1)).log_softmax(-1)
+    if (rows.top_k > 0).any():
+        shaped = _keep_top_k(shaped, rows.top_k)
+    if (rows.top_p < 1).any():
+        shaped = _keep_top_p(shaped, rows.top_p)
+    return shaped
+
+
+def _keep_top_k(logp_BW: Tensor, top_k: np.ndarray) -> Tensor:
+    W = logp_BW.shape[1]
+    k_B = torch.from_numpy(np.where(top_k == 0, W, np.minimum(top_k, W))).to(logp_BW.device)
+    order = logp_BW.argsort(-1, descending=True, stable=True)
+    ranks = torch.empty_like(order).scatter_(1, order, torch.arange(W, device=order.device).expand_as(order))
+    return logp_BW.masked_fill(ranks >= k_B.unsqueeze(1), float("-inf")).log_softmax(-1)
+
+
+def _keep_top_p(logp_BW: Tensor, top_p: np.ndarray) -> Tensor:
+    """The smallest set of most likely tokens whose mass reaches top_p."""
+    ordered, order = logp_BW.sort(-1, descending=True, stable=True)
+    mass = ordered.exp()
+    before = mass.cumsum(-1) - mass
+    drop = before >= torch.from_numpy(top_p).to(mass).unsqueeze(1)
+    drop[:, 0] = False
+    return logp_BW.masked_fill(torch.zeros_like(drop).scatter(1, order, drop), float("-inf")).log_softmax(-1)
+
+
+def _last_with_mass(logp_BW: Tensor) -> Tensor:
+    W = logp_BW.shape[1]
+    return (logp_BW.isfinite() * torch.arange(1, W + 1, device=logp_BW.device)).argmax(-1)

@@ -1,0 +1,177 @@
+"""The two softmax mixers: grouped-query attention with rotary positions, and K3's gated MLA without positions.
+
+Both take a `Span`: where this call's tokens go in each row's cache and what each may see. With no state the call is
+fresh and causal; right padding is then invisible to real positions.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from nonet.model.config import ModelConfig, Rope
+from nonet.model.ffn import RMSNorm
+
+
+@dataclass
+class Span:
+    """Where T new positions of B rows sit, computed once per forward and shared by the layers.
+
+    positions_BT   absolute position of each token
+    valid_BT       False on right padding (None: everything is real)
+    slots_BT       cache slot to write to; padding is sent to the last slot, which real tokens never reach
+    mask_B1TL      True where a query may look, over the L cached slots in use (None: fresh and causal)
+    """
+
+    positions_BT: Tensor
+    valid_BT: Tensor | None
+    counts_B: Tensor | None
+    slots_BT: Tensor | None = None
+    mask_B1TL: Tensor | None = None
+    used: int = 0
+
+
+_FEW = 8  # queries per row below which plain products beat the fused kernel (6x at one query on CPU, docs/log.md)
+
+
+def attend(q_BHTK: Tensor, k_BHLK: Tensor, v_BHLV: Tensor, span: Span, scale: float) -> Tensor:
+    """softmax(q k^T * scale) v with grouped keys; causal if the span is fresh, masked otherwise."""
+    if span.mask_B1TL is not None and q_BHTK.shape[2] <= _FEW:
+        return attend_plain(q_BHTK, k_BHLK, v_BHLV, span.mask_B1TL, scale)
+    return F.scaled_dot_product_attention(
+        q_BHTK,
+        k_BHLK,
+        v_BHLV,
+        attn_mask=span.mask_B1TL,
+        is_causal=span.mask_B1TL is None and q_BHTK.shape[2] > 1,
+        scale=scale,
+        enable_gqa=q_BHTK.shape[1] != k_BHLK.shape[1],
+    )
+
+
+def attend_plain(q_BHTK: Tensor, k_BHLK: Tensor, v_BHLV: Tensor, mask_B1TL: Tensor, scale: float) -> Tensor:
+    """The definition, written out: the twin of the fused kernel and the faster of the two for a few queries."""
+    B, H, T, K = q_BHTK.shape
+    groups = k_BHLK.shape[1]
+    q = (q_BHTK * scale).reshape(B, groups, H // groups * T, K)
+    scores = (q @ k_BHLK.transpose(-1, -2)).view(B, groups, H // groups, T, -1)
+    weights = scores.masked_fill_(~mask_B1TL.unsqueeze(1), float("-inf")).softmax(-1)
+    return (weights.view(B, groups, H // groups * T, -1) @ v_BHLV).view(B, H, T, -1)
+
+
+def rope_frequencies(rope: Rope, head_dim: int) -> Tensor:
+    """Inverse wavelengths [head_dim / 2], scaled as the checkpoint says (Llama 3.1's piecewise rule or linear).
+
+    float32, operation by operation as published: log-probs then equal transformers' to the last bits.
+    """
+    inv = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    if rope.scaling == "linear":
+        inv = inv / rope.factor
+    elif rope.scaling == "llama3":
+        turns = rope.original_max_position / (2 * math.pi / inv)
+        smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        smooth = smooth.clamp(0, 1)
+        inv = (1 - smooth) * inv / rope.factor + smooth * inv
+    return inv
+
+
+class GQA(nn.Module):
+    """Grouped-query attention with rotary positions (Llama), optional biases (Qwen2) and q/k norms (Qwen3)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.heads, self.kv_heads, self.dim = config.heads, config.gqa_kv_heads, config.gqa_head_dim
+        d, bias = config.d_model, config.qkv_bias
+        self.q_proj = nn.Linear(d, self.heads * self.dim, bias=bias)
+        self.k_proj = nn.Linear(d, self.kv_heads * self.dim, bias=bias)
+        self.v_proj = nn.Linear(d, self.kv_heads * self.dim, bias=bias)
+        self.o_proj = nn.Linear(self.heads * self.dim, d, bias=config.o_bias)
+        self.q_norm = RMSNorm(self.dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(self.dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.rope = config.rope
+
+    def forward(self, x_BTD: Tensor, span: Span, rotation: tuple[Tensor, Tensor] | None, state: dict | None) -> Tensor:
+        B, T, _ = x_BTD.shape
+        q = self.q_norm(self.q_proj(x_BTD).view(B, T, self.heads, self.dim))
+        k = self.k_norm(self.k_proj(x_BTD).view(B, T, self.kv_heads, self.dim))
+        v = self.v_proj(x_BTD).view(B, T, self.kv_heads, self.dim)
+        if rotation is not None:
+            q, k = rotate(q, *rotation), rotate(k, *rotation)
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+        if state is not None:
+            k, v = cached(state["k"], k, span), cached(state["v"], v, span)
+        o = attend(q.transpose(1, 2), k, v, span, self.dim**-0.5)
+        return self.o_proj(o.transpose(1, 2).reshape(B, T, -1))
+
+
+class MLA(nn.Module):
+    """Gated multi-head latent attention without positions (k3 section 1.3).
+
+    Expanded (keys and values of every head materialised) when the call is fresh; absorbed (queries projected into
+    the latent space, so the cache stays one latent per position) when it extends a state. Both are the same map.
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        c = config
+        self.heads, self.rank, self.extra = c.heads, c.kv_lora_rank, c.qk_rope_head_dim
+        self.nope, self.v_dim = c.qk_nope_head_dim, c.v_head_dim
+        self.q_a_proj = nn.Linear(c.d_model, c.q_lora_rank, bias=False)
+        self.q_a_layernorm = RMSNorm(c.q_lora_rank, c.norm_eps)
+        self.q_b_proj = nn.Linear(c.q_lora_rank, c.heads * (self.nope + self.extra), bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(c.d_model, self.rank + self.extra, bias=False)
+        self.kv_a_layernorm = RMSNorm(self.rank, c.norm_eps)
+        self.kv_b_proj = nn.Linear(self.rank, c.heads * (self.nope + self.v_dim), bias=False)
+        self.g_proj = nn.Linear(c.d_model, c.heads * self.v_dim, bias=False)
+        self.o_proj = nn.Linear(c.heads * self.v_dim, c.d_model, bias=False)
+        self.scale = (self.nope + self.extra) ** -0.5
+
+    def forward(self, x_BTD: Tensor, span: Span, state: dict | None) -> Tensor:
+        B, T, _ = x_BTD.shape
+        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BTD))).view(B, T, self.heads, -1).transpose(1, 2)
+        latent, extra = self.kv_a_proj_with_mqa(x_BTD).split([self.rank, self.extra], -1)
+        latent_BTR = torch.cat([self.kv_a_layernorm(latent), extra], -1)
+        if state is not None:
+            latent_BTR = cached(state["latent"].unsqueeze(1), latent_BTR.unsqueeze(1), span).squeeze(1)
+        o_BHTV = self._absorbed(q, latent_BTR, span) if span.mask_B1TL is not None else self._expanded(q, latent_BTR, span)
+        gated = torch.sigmoid(self.g_proj(x_BTD)) * o_BHTV.transpose(1, 2).reshape(B, T, -1)
+        return self.o_proj(gated)
+
+    def _expanded(self, q_BHTK: Tensor, latent_BLR: Tensor, span: Span) -> Tensor:
+        B, L, _ = latent_BLR.shape
+        content, extra = latent_BLR.split([self.rank, self.extra], -1)
+        kv = self.kv_b_proj(content).view(B, L, self.heads, -1).transpose(1, 2)
+        k_nope, v = kv.split([self.nope, self.v_dim], -1)
+        k = torch.cat([k_nope, extra.unsqueeze(1).expand(B, self.heads, L, self.extra)], -1)
+        return attend(q_BHTK, k, v, span, self.scale)
+
+    def _absorbed(self, q_BHTK: Tensor, latent_BLR: Tensor, span: Span) -> Tensor:
+        """Queries carried into the latent space by W_k, attention there, results carried out by W_v."""
+        B, H, T, _ = q_BHTK.shape
+        w_HXR = self.kv_b_proj.weight.view(H, self.nope + self.v_dim, self.rank)
+        w_k, w_v = w_HXR.split([self.nope, self.v_dim], 1)
+        # Head-major products: a batch-major one would copy the weights once per sequence.
+        q_HNK = q_BHTK.permute(1, 0, 2, 3).reshape(H, B * T, -1)
+        q_HNR = torch.cat([q_HNK[..., : self.nope] @ w_k, q_HNK[..., self.nope :]], -1)
+        keys = latent_BLR.unsqueeze(1)
+        q_BHTR = q_HNR.view(H, B, T, -1).transpose(0, 1)
+        o_BHTR = attend(q_BHTR, keys, keys[..., : self.rank], span, self.scale)
+        o_HNR = o_BHTR.transpose(0, 1).reshape(H, B * T, -1)
+        return (o_HNR @ w_v.transpose(1, 2)).view(H, B, T, -1).transpose(0, 1)
+
+
+def cached(cache_BHLx: Tensor, new_BHTx: Tensor, span: Span) -> Tensor:
+    """Write new entries into their slots. Returns what attention reads: the cache in use, or just the new if fresh."""
+    rows_B1 = torch.arange(len(new_BHTx), device=new_BHTx.device).unsqueeze(1)
+    cache_BHLx[rows_B1, :, span.slots_BT] = new_BHTx.transpose(1, 2).to(cache_BHLx.dtype)
+    return new_BHTx if span.mask_B1TL is None else cache_BHLx[:, :, : span.used]
+
+
+def rotate(x_BTHK: Tensor, cos_BT1K: Tensor, sin_BT1K: Tensor) -> Tensor:
+    """Rotate pairs (i, i + K/2), the Hugging Face layout."""
+    a, b = x_BTHK.chunk(2, -1)
+    return x_BTHK * cos_BT1K + torch.cat([-b, a], -1) * sin_BT1K

@@ -1,0 +1,56 @@
+"""Run a recipe: stages in order, each skipped when its marker exists, each resumable inside."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from nonet.pipeline.recipe import Recipe
+from nonet.pipeline.stages import STAGES, Context
+from nonet.run import Run, write_atomic
+
+
+def run_recipe(recipe: Recipe, out: Path) -> None:
+    """Every stage whose marker is missing; ends with the held-out table."""
+    if recipe.run.threads:
+        torch.set_num_threads(recipe.run.threads)
+    run = Run(out, recipe.model_dump(mode="json"))
+    context = Context(recipe, run)
+    console = Console(stderr=True)
+    for name, stage in STAGES:
+        marker = out / "stages" / f"{name}.json"
+        if marker.exists():
+            console.print(f"[dim]{name}: done before, skipped[/dim]")
+            continue
+        console.print(f"[bold]{name}[/bold]")
+        run.event("stage", name=name, status="start")
+        began = time.time()
+        stage(context)
+        seconds = time.time() - began
+        run.event("stage", name=name, status="done", seconds=seconds)
+        marker.parent.mkdir(exist_ok=True)
+        write_atomic(marker, json.dumps({"seconds": seconds}))
+        console.print(f"[dim]{name}: {seconds:.1f} s[/dim]")
+    print_table(run)
+
+
+def print_table(run: Run) -> None:
+    """Held-out reward before and after RL per domain and mode, from the run's events."""
+    evals = {(e["domain"], e["mode"], e["stage"]): e for e in run.events("eval")}
+    table = Table(title="held-out reward, 95% intervals")
+    for column in ("domain", "mode", "prompts", "before RL", "after RL", "gain"):
+        table.add_column(column)
+    for g in run.events("gain"):
+        before, after = (evals[g["domain"], g["mode"], s] for s in ("eval-cold", "eval-rl"))
+        spread = [f"{e['reward']:.3f} [{e['low']:.3f}, {e['high']:.3f}]" for e in (before, after)]
+        table.add_row(
+            g["domain"], g["mode"], str(g["n"]), *spread, f"{g['gain']:+.3f} [{g['low']:+.3f}, {g['high']:+.3f}]"
+        )
+    console = Console(width=120)
+    console.print(table)
+    console.print(f"report: {run.path / 'report.html'}", soft_wrap=True)

@@ -1,0 +1,69 @@
+"""Held-out reward of a model, with confidence intervals; gains are paired by prompt."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nonet.engine import Engine
+from nonet.model import Model
+from nonet.progress import progress
+from nonet.rl.rollout import Rollout
+from nonet.rl.scoring import scorer
+from nonet.rl.setting import Setting
+from nonet.types import Sampling, Trajectory
+
+Z95 = 1.959964
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean with its 95% interval (normal approximation over independent prompts)."""
+
+    n: int
+    mean: float
+    low: float
+    high: float
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    n = len(values)
+    mean = sum(values) / n
+    spread = math.sqrt(sum((v - mean) ** 2 for v in values) / max(1, n - 1) / n)
+    return Estimate(n, mean, mean - Z95 * spread, mean + Z95 * spread)
+
+
+def gain(before: Mapping[str, float], after: Mapping[str, float]) -> Estimate:
+    """Mean of after - before over the prompts both have, with the interval of the paired differences."""
+    return estimate([after[k] - before[k] for k in before if k in after])
+
+
+def evaluate(
+    model: Model, setting: Setting, indices: Sequence[int], temperature: float, max_tokens: int, max_batch: int = 384
+) -> list[Trajectory]:
+    """One attempt at each held-out task, in index order. Failed attempts (sandbox, reward) are returned with their reason."""
+    trajectories = [Trajectory(setting.task("heldout", i).id, i, 0) for i in indices]
+    sampling = Sampling(temperature=temperature, seed=setting.seed)
+    engine = Engine(model, max_batch)
+    rollout = Rollout(engine, setting.opener("heldout"), scorer(setting.rewards_of), sampling, max_tokens)
+    with progress(f"evaluating {setting.source.name} ({'greedy' if temperature == 0 else 'sampled'})", len(indices)) as bar:
+        for start in range(0, len(trajectories), max_batch):
+            part = trajectories[start : start + max_batch]
+            rollout.run(part, len(part))
+            bar(start + len(part), "")
+    return trajectories
+
+
+def rewards_by_task(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    return {t.task_id: t.reward for t in trajectories if t.status == "done"}
+
+
+def eval_event(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
+    done = [t for t in trajectories if t.status == "done"]
+    e = estimate([t.reward for t in done])
+    return {
+        "n": e.n, "reward": e.mean, "low": e.low, "high": e.high, "failed": len(trajectories) - e.n,
+        "length": sum(t.policy_tokens for t in done) / e.n,
+    }  # fmt: skip

@@ -1,0 +1,26 @@
+"""A trajectory as people read it: token strings with author, policy version and log-prob (report, `nonet runs`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nonet.chat import Tokenizer
+from nonet.types import Task, Trajectory
+
+
+def trajectory_record(t: Trajectory, task: Task, tokenizer: Tokenizer, step: int) -> dict[str, Any]:
+    segments = [
+        {
+            "author": s.author,
+            "version": s.policy_version,
+            "tokens": list(s.tokens),
+            "pieces": tokenizer.pieces(s.tokens),
+            "logprobs": [round(x, 4) for x in s.logprobs],
+        }
+        for s in t.segments
+    ]
+    return {
+        "id": t.id, "task_id": t.task_id, "group": t.group, "sample": t.sample, "domain": task.domain,
+        "effort": task.effort, "reward": t.reward, "rewards": t.rewards, "status": t.status,
+        "stop_reason": t.stop_reason, "harness": t.harness, "step": step, "segments": segments,
+    }  # fmt: skip

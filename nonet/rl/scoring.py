@@ -1,0 +1,22 @@
+"""Give ended trajectories their rewards. A reward that breaks marks its trajectory as failed, with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from nonet.harness import Episode
+from nonet.types import Reward, Task, Trajectory
+
+
+def scorer(rewards: Callable[[Task], Mapping[str, Reward]]) -> Callable[[Trajectory, Episode], None]:
+    """on_end for `Rollout`: every reward the task names, computed while the sandbox is still open."""
+
+    def score(trajectory: Trajectory, episode: Episode) -> None:
+        for name, reward in rewards(episode.task).items():
+            try:
+                trajectory.rewards[name] = float(reward(episode.task, episode.transcript, episode.sandbox))
+            except Exception as e:  # the reward edge: user code may do anything
+                trajectory.status, trajectory.stop_reason = "failed", f"reward {name}: {type(e).__name__}: {e}"
+                return
+
+    return score

@@ -1,0 +1,58 @@
+"""What is being played: tasks, harness, tokenizer, rewards and sandboxes, bound together once.
+
+A task is a pure function of (split, index), so a trajectory's record (its group number) is enough to find its task again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from nonet.chat import Tokenizer
+from nonet.harness import Episode
+from nonet.ops.rng import stream_key
+from nonet.sandbox import LocalSandbox
+from nonet.types import HarnessSpec, Reward, Sandbox, Task, TaskSource, Trajectory, UserError
+
+Split = Literal["train", "heldout"]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """efforts: each index draws one of these; rewards: by the names that tasks use."""
+
+    source: TaskSource
+    spec: HarnessSpec
+    tokenizer: Tokenizer
+    rewards: Mapping[str, Reward]
+    efforts: Sequence[str] = ("max",)
+    seed: int = 0
+
+    def task(self, split: Split, index: int) -> Task:
+        draw = stream_key(self.seed, f"effort/{split}/{index}")[0]
+        return self.source.task(split, index, self.efforts[draw % len(self.efforts)])
+
+    def opener(self, split: Split) -> Callable[[Trajectory], Episode]:
+        """open_episode for `Rollout`: group numbers index this split."""
+
+        def open_episode(trajectory: Trajectory) -> Episode:
+            task = self.task(split, trajectory.group)
+            trajectory.harness = self.spec.hash
+            return Episode.resume(task, self.spec, self.tokenizer, trajectory, open_sandbox)
+
+        return open_episode
+
+    def rewards_of(self, task: Task) -> dict[str, Reward]:
+        missing = [n for n in task.rewards if n not in self.rewards]
+        if missing:
+            known = ", ".join(sorted(self.rewards))
+            raise UserError(f"task {task.id}: reward {missing[0]!r} is unknown; known are {known}")
+        return {n: self.rewards[n] for n in task.rewards}
+
+
+def open_sandbox(task: Task, checkpoint: Any) -> Sandbox | None:
+    """The task's sandbox, fresh or as it was parked; None when the task needs none."""
+    if task.sandbox is None:
+        return None
+    return LocalSandbox(task.sandbox) if checkpoint is None else LocalSandbox.restore(checkpoint)

@@ -1,0 +1,210 @@
+"""Errands on files, done through tools over several turns: find, move, edit, count, repair.
+
+Efforts: low makes the fewest calls that an honest agent can (what is used has been read); high looks before it acts
+and notes what it saw; max also reads back what it did.
+
+Invariant: the files a task starts from never satisfy its verifier. Refuses: nothing.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from random import Random
+from typing import Any
+
+from nonet.tasks.source import Generated, Problem
+from nonet.types import Message, Task, ToolCall
+
+WORDS = (
+    "ant ape ash bat bay bee bog bud cap cat cob cod cow cub dew dog dot eel egg elk elm emu fig fin fir fly fog fox "
+    "gem gnu gum hay hen hog ice ink ivy jam jar jay keg kit lid log mud nut oak oat owl pea pig pod ram rat ray rye "
+    "sap sea sky sun tar tea tin toy urn wax yak yam yew"
+).split()
+NAMES = tuple(c + v for c in "bdfghklmnprstvz" for v in "aeiou")
+
+Act = tuple[str, ToolCall]  # what the agent notes, what it then does
+
+
+def look() -> ToolCall:
+    return ToolCall("list_files", {})
+
+
+def read(path: str) -> ToolCall:
+    return ToolCall("read_file", {"path": path})
+
+
+def write(path: str, content: str) -> ToolCall:
+    return ToolCall("write_file", {"path": path, "content": content})
+
+
+def move(source: str, target: str) -> ToolCall:
+    return ToolCall("move_file", {"source": source, "target": target})
+
+
+class Errand(Generated):
+    """A task whose verifier, `files`, compares the final files with `data["files"]` and `data["absent"]`."""
+
+    domain = "agents"
+    rewards = ("files",)
+
+    @abstractmethod
+    def plan(self, data: Mapping[str, Any]) -> list[Act]:
+        """What to do, in order. Acts whose note starts with "?" are looks that low effort can spare."""
+
+    @abstractmethod
+    def checks(self, data: Mapping[str, Any]) -> list[ToolCall]:
+        """Calls that show the result."""
+
+    def demonstrate(self, task: Task) -> list[Message]:
+        thinks = task.effort != "low"
+        out: list[Message] = []
+        for note, call in self.plan(task.data):
+            if thinks or not note.startswith("?"):
+                out.append(Message.assistant(reasoning=note.removeprefix("?") if thinks else "", calls=(call,)))
+        if task.effort == "max":
+            out += [Message.assistant(reasoning="check", calls=(call,)) for call in self.checks(task.data)]
+        return [*out, Message.assistant("done")]
+
+    def _problem(self, prompt: str, files: dict[str, str], end: dict[str, str], **data: Any) -> Problem:
+        """Untouched files must survive: the expected state is the start, changed by `end`, less what is absent."""
+        absent = data.get("absent", [])
+        expected = {path: text for path, text in {**files, **end}.items() if path not in absent}
+        return Problem(prompt, {**data, "start": files, "files": expected, "absent": absent}, files)
+
+
+class Find(Errand):
+    name = "agents.find"
+    about = "find the file that holds a word and rename it"
+    tools = ("list_files", "read_file", "move_file")
+
+    def draw(self, rng: Random) -> Problem:
+        count = 1 + self.difficulty
+        *names, target = rng.sample(NAMES, count + 1)
+        words = rng.sample(WORDS, 2 * count)
+        files = {name: f"{words[2 * i]} {words[2 * i + 1]}" for i, name in enumerate(sorted(names))}
+        where, word = rng.choice(names), rng.randint(0, 1)
+        word = files[where].split()[word]
+        prompt = f"rename the file with {word} to {target}"
+        return self._problem(prompt, files, {target: files[where]}, absent=[where], word=word, target=target)
+
+    def plan(self, data: Mapping[str, Any]) -> list[Act]:
+        acts: list[Act] = [("list", look())]
+        names = sorted(data["start"])
+        for i, name in enumerate(names):
+            last = i == len(names) - 1  # the only one left must be it; reading it is a courtesy
+            acts.append((f"{'?' if last else ''}{data['word']}?", read(name)))
+            if data["word"] in data["start"][name]:
+                break
+        return [*acts, (f"{data['word']} in {name}", move(name, data["target"]))]
+
+    def checks(self, data: Mapping[str, Any]) -> list[ToolCall]:
+        return [read(data["target"])]
+
+
+class Move(Errand):
+    name = "agents.move"
+    about = "rename several files, or swap two"
+    tools = ("list_files", "move_file")
+
+    def draw(self, rng: Random) -> Problem:
+        count = 1 + self.difficulty
+        *names, free = rng.sample(NAMES, 2 * count + 1)
+        swap = rng.random() < 0.5
+        sources = sorted(names[: 2 if swap else count])
+        files = {name: rng.choice(WORDS) for name in sources}
+        if swap:
+            a, b = rng.sample(sources, 2)
+            files[a], files[b] = rng.sample(WORDS, 2)
+            moves = [(a, free), (b, a), (free, b)]
+            end, absent, prompt = {a: files[b], b: files[a]}, [free], f"swap {a} and {b}, use {free} between"
+        else:
+            moves = list(zip(sources, names[count:], strict=True))
+            end, absent = {target: files[source] for source, target in moves}, sources
+            prompt = "move " + ", ".join(f"{source} to {target}" for source, target in moves)
+        return self._problem(prompt, files, end, absent=absent, moves=moves)
+
+    def plan(self, data: Mapping[str, Any]) -> list[Act]:
+        return [("?list", look()), *((f"{a} to {b}", move(a, b)) for a, b in data["moves"])]
+
+    def checks(self, data: Mapping[str, Any]) -> list[ToolCall]:
+        return [look()]
+
+
+class Edit(Errand):
+    name = "agents.edit"
+    about = "replace a word in a file"
+    tools = ("read_file", "write_file")
+
+    def draw(self, rng: Random) -> Problem:
+        count = 2 + self.difficulty
+        name, other = rng.sample(NAMES, 2)
+        *words, new = rng.sample(WORDS, count + 2)
+        old = rng.choice(words[:count])
+        files = {name: " ".join(words[:count]), other: words[count]}
+        after = files[name].replace(old, new)
+        return self._problem(f"in {name} replace {old} with {new}", files, {name: after}, name=name, old=old, new=new)
+
+    def plan(self, data: Mapping[str, Any]) -> list[Act]:
+        name = data["name"]
+        return [("read", read(name)), (f"{data['old']} is {data['new']}", write(name, data["files"][name]))]
+
+    def checks(self, data: Mapping[str, Any]) -> list[ToolCall]:
+        return [read(data["name"])]
+
+
+class Count(Errand):
+    name = "agents.count"
+    about = "count the words or lines of a file into another"
+    tools = ("read_file", "write_file")
+
+    def draw(self, rng: Random) -> Problem:
+        name, target = rng.sample(NAMES, 2)
+        most = {1: 5, 2: 9, 3: 14}[self.difficulty]
+        words = rng.sample(WORDS, rng.randint(2, most))
+        breaks = [rng.random() < 0.4 for _ in words[1:]]
+        text = words[0] + "".join(("\n" if b else " ") + w for b, w in zip(breaks, words[1:], strict=True))
+        kind = rng.choice(("words", "lines"))
+        items = text.split() if kind == "words" else text.split("\n")
+        prompt = f"write how many {kind} {name} has to {target}"
+        end = {target: str(len(items))}
+        return self._problem(prompt, {name: text}, end, name=name, target=target, kind=kind)
+
+    def plan(self, data: Mapping[str, Any]) -> list[Act]:
+        text = data["start"][data["name"]]
+        items = text.split() if data["kind"] == "words" else text.split("\n")
+        tally = " ".join(f"{i}{item[0]}" for i, item in enumerate(items, 1))
+        return [("read", read(data["name"])), (tally, write(data["target"], str(len(items))))]
+
+    def checks(self, data: Mapping[str, Any]) -> list[ToolCall]:
+        return [read(data["target"])]
+
+
+class Repair(Errand):
+    name = "agents.repair"
+    about = "correct a total that disagrees with its numbers"
+    tools = ("read_file", "write_file")
+
+    def draw(self, rng: Random) -> Problem:
+        *names, total = rng.sample(NAMES, 3)
+        per_file = self.difficulty
+        top = {1: 9, 2: 20, 3: 40}[self.difficulty]
+        files = {name: " ".join(str(rng.randint(1, top)) for _ in range(rng.randint(1, per_file))) for name in names}
+        right = sum(int(n) for text in files.values() for n in text.split())
+        wrong = rng.choice([n for n in range(max(0, right - 9), right + 10) if n != right])
+        files[total] = str(wrong)
+        prompt = f"fix {total}: the sum of {names[0]} and {names[1]}"
+        return self._problem(prompt, files, {total: str(right)}, names=names, total=total)
+
+    def plan(self, data: Mapping[str, Any]) -> list[Act]:
+        first, second = data["names"]
+        numbers = " ".join(data["start"][name] for name in data["names"]).split()
+        right = data["files"][data["total"]]
+        acts: list[Act] = [("?see", read(data["total"])), ("read", read(first)), ("read", read(second))]
+        return [*acts, (f"{'+'.join(numbers)}={right}", write(data["total"], right))]
+
+    def checks(self, data: Mapping[str, Any]) -> list[ToolCall]:
+        return [read(data["total"])]
+
+
+SOURCES: tuple[type[Errand], ...] = (Find, Move, Edit, Count, Repair)

@@ -1,0 +1,383 @@
+"""The nouns every room shares, and the protocols rooms meet through.
+
+Owns: Message, Task, HarnessSpec, Segment, Trajectory, Request, Completion. Nothing here holds a tensor
+or does work; the two nouns that do hold tensors live beside the code that fills them
+(`model.state.SequenceState`, `rl.batch.PackedBatch`).
+
+Invariant: `Trajectory.tokens` is exactly what the model saw, in order. Every trained token is one of these;
+text is derived from tokens for people to read and never travels back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal, Protocol, runtime_checkable
+
+Role = Literal["system", "user", "assistant", "tool"]
+Author = Literal["prompt", "policy", "tool"]
+Domain = Literal["general", "agents", "coding"]
+EFFORTS = ("low", "high", "max")
+FinishReason = Literal["stop", "length", "paused", "aborted"]
+Status = Literal["new", "parked", "done", "failed"]
+
+
+class UserError(Exception):
+    """A mistake in what the user gave us: one sentence with the field, the value and the fix."""
+
+
+# ---------------------------------------------------------------- 1. Message
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Thinking that precedes an answer; rendered between the harness's think marks."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    text: str
+    error: bool = False
+
+
+Part = Text | Reasoning | ToolCall | ToolResult
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a conversation.
+
+    >>> Message.user("What is 3 + 4?").text
+    'What is 3 + 4?'
+    """
+
+    role: Role
+    parts: tuple[Part, ...]
+
+    @property
+    def text(self) -> str:
+        return "".join(p.text for p in self.parts if isinstance(p, Text))
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(p.text for p in self.parts if isinstance(p, Reasoning))
+
+    @property
+    def calls(self) -> tuple[ToolCall, ...]:
+        return tuple(p for p in self.parts if isinstance(p, ToolCall))
+
+    @staticmethod
+    def system(text: str) -> Message:
+        return Message("system", (Text(text),))
+
+    @staticmethod
+    def user(text: str) -> Message:
+        return Message("user", (Text(text),))
+
+    @staticmethod
+    def assistant(text: str = "", reasoning: str = "", calls: Sequence[ToolCall] = ()) -> Message:
+        parts: tuple[Part, ...] = (Reasoning(reasoning),) if reasoning else ()
+        if text:
+            parts += (Text(text),)
+        return Message("assistant", parts + tuple(calls))
+
+
+# ------------------------------------------------------------------- 2. Task
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A tool as the policy may know it: a name, one sentence, a JSON schema of its arguments."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxRecipe:
+    """What a sandbox starts from: relative path -> file text, and which tools it offers."""
+
+    files: Mapping[str, str] = field(default_factory=dict)
+    tools: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One problem. `data` is for the verifier alone and is never rendered.
+
+    `id` is unique over source, split and index ("general.add/train/17"); `seed` is the number its
+    random choices came from; `rewards` names entries of the reward registry (`tasks.rewards`).
+    """
+
+    id: str
+    prompt: tuple[Message, ...]
+    domain: str = "general"
+    effort: str = "max"
+    rewards: tuple[str, ...] = ("exact",)
+    sandbox: SandboxRecipe | None = None
+    seed: int = 0
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+
+# ------------------------------------------------------------ 3. HarnessSpec
+
+
+@dataclass(frozen=True, slots=True)
+class HarnessSpec:
+    """An agent's whole interface as data: equal specs behave equally; `hash` is recorded with every trajectory.
+
+    system        template of the system message; {effort} and {tools} are filled in, an empty result sends none
+    call_open/close, think_open/close   marks around a JSON tool call and around reasoning
+    tool_role     role of the message that carries a tool's result ("tool", or "user" for templates without one)
+    max_turns     assistant turns before the episode ends with stop reason "turns"
+    """
+
+    name: str
+    system: str = ""
+    call_open: str = "<tool_call>"
+    call_close: str = "</tool_call>"
+    think_open: str = "<think>"
+    think_close: str = "</think>"
+    tool_role: Literal["tool", "user"] = "tool"
+    max_turns: int = 8
+
+    @property
+    def hash(self) -> str:
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+
+
+# ---------------------------------------------------------------- 4. Segment
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A run of tokens by one author under one policy version.
+
+    Policy segments carry one log-prob per token, twice: `logprobs` after the sampling transform
+    (temperature, top-k, top-p: the behaviour policy that drew the token) and `raw_logprobs` before it.
+    A version boundary is a segment boundary. Prompt and tool segments carry neither. `texts` is what the tools printed
+    (tool segments only): their tokens also hold the template's marks around it.
+    """
+
+    author: Author
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...] = ()
+    raw_logprobs: tuple[float, ...] = ()
+    policy_version: int = -1
+    texts: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        expected = len(self.tokens) if self.author == "policy" else 0
+        if not (len(self.logprobs) == len(self.raw_logprobs) == expected):
+            raise ValueError(
+                f"{self.author} segment of {len(self.tokens)} tokens carries {len(self.logprobs)} behaviour and "
+                f"{len(self.raw_logprobs)} raw log-probs; needs {expected} of each"
+            )
+
+
+# ------------------------------------------------------------- 5. Trajectory
+
+
+@dataclass(slots=True)
+class Trajectory:
+    """Append-only segments of one attempt at one task.
+
+    `group` counts task draws over the run, `sample` the siblings inside a group. `sandbox` is the last
+    checkpoint (opaque, JSON-able); `rewards` fills when the trajectory is scored. `parent` names the
+    trajectory this one was compacted or forked from.
+    """
+
+    task_id: str
+    group: int
+    sample: int
+    segments: list[Segment] = field(default_factory=list)
+    status: Status = "new"
+    stop_reason: str = ""
+    sandbox: Any = None
+    rewards: dict[str, float] = field(default_factory=dict)
+    harness: str = ""
+    parent: str | None = None
+
+    @property
+    def id(self) -> str:
+        return f"group={self.group}/sample={self.sample}"
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return tuple(t for s in self.segments for t in s.tokens)
+
+    def append(self, segment: Segment) -> None:
+        """Add a segment; policy words under the version of the last segment extend it, so pauses leave no trace there."""
+        last = self.segments[-1] if self.segments else None
+        if last is None or (last.author, segment.author) != ("policy", "policy"):
+            self.segments.append(segment)
+        elif last.policy_version != segment.policy_version:
+            self.segments.append(segment)
+        else:
+            names = ("tokens", "logprobs", "raw_logprobs")
+            self.segments[-1] = replace(last, **{n: getattr(last, n) + getattr(segment, n) for n in names})
+
+    def last_turn(self) -> tuple[int, ...]:
+        """The policy's tokens since the prompt or the last tool result, across pauses."""
+        turn: tuple[int, ...] = ()
+        for s in reversed(self.segments):
+            if s.author != "policy":
+                break
+            turn = s.tokens + turn
+        return turn
+
+    @property
+    def policy_tokens(self) -> int:
+        return sum(len(s.tokens) for s in self.segments if s.author == "policy")
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Policy versions in the order they wrote, each named once per run of segments."""
+        out: list[int] = []
+        for s in self.segments:
+            if s.author == "policy" and (not out or out[-1] != s.policy_version):
+                out.append(s.policy_version)
+        return tuple(out)
+
+    @property
+    def reward(self) -> float:
+        return sum(self.rewards.values())
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Trajectory:
+        segments = [
+            Segment(**{k: tuple(v) if isinstance(v, list) else v for k, v in s.items()}) for s in data["segments"]
+        ]
+        return Trajectory(**{**data, "segments": segments})
+
+
+# ---------------------------------------------------- 6. Request, Completion
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """temperature 0 is greedy; top_k 0 and top_p 1 keep the whole vocabulary."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise UserError(f"temperature = {self.temperature}: must be 0 (greedy) or positive")
+        if self.top_k < 0:
+            raise UserError(f"top_k = {self.top_k}: must be 0 (off) or a positive count")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"top_p = {self.top_p}: must lie in (0, 1]")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The engine's only door: token ids in, token ids out.
+
+    `stream` names the random stream: (seed, stream, position in the context) decides each draw, so a result
+    depends neither on batch-mates nor on where a pause fell (law 18). `hold` asks the engine to remember the state when
+    this request stops, for a later request of the same id whose tokens extend it (the next turn).
+    """
+
+    id: str
+    tokens: tuple[int, ...]
+    max_tokens: int
+    stop_ids: tuple[int, ...] = ()
+    sampling: Sampling = Sampling()
+    stream: str = ""
+    hold: bool = False
+
+    def continued(self, completion: Completion) -> Request:
+        """The request that finishes a paused completion; its budget shrinks by what was already written."""
+        written = len(completion.tokens)
+        return replace(self, tokens=self.tokens + completion.tokens, max_tokens=self.max_tokens - written)
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What the engine wrote for one request. A stop token that was sampled is part of `tokens`."""
+
+    id: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    raw_logprobs: tuple[float, ...]
+    finish_reason: FinishReason
+    policy_version: int
+
+
+class Generator(Protocol):
+    """Something that turns Requests into Completions: the engine, or a fake in a test."""
+
+    version: int
+
+    def submit(self, request: Request) -> None: ...
+    def step(self) -> list[Completion]: ...
+    def pause(self) -> list[Completion]: ...
+    @property
+    def busy(self) -> bool: ...
+
+
+# ---------------------------------------------------------------- protocols
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """Outcome of running a program: exit status (negative: killed by that signal), and what it printed."""
+
+    status: int
+    stdout: str
+    stderr: str
+    timed_out: bool = False
+
+
+@runtime_checkable
+class Sandbox(Protocol):
+    """A place where tools act. `checkpoint` returns something JSON can carry; `restore` on the class undoes it."""
+
+    tools: tuple[Tool, ...]
+
+    def call(self, call: ToolCall) -> ToolResult: ...
+    def files(self) -> dict[str, str]: ...
+    def run_python(self, source: str, timeout_s: float = 2.0) -> RunResult: ...
+    def checkpoint(self) -> Any: ...
+    def close(self) -> None: ...
+
+
+class Reward(Protocol):
+    """Score of a finished attempt, usually in [0, 1]. `transcript` holds prompt, assistant and tool messages."""
+
+    def __call__(self, task: Task, transcript: Sequence[Message], sandbox: Sandbox | None) -> float: ...
+
+
+class TaskSource(Protocol):
+    """A family of tasks. `task` is a pure function of its arguments; train and held-out splits are disjoint."""
+
+    name: str
+    domain: str
+
+    def task(self, split: Literal["train", "heldout"], index: int, effort: str = "max") -> Task: ...
+
+    def demonstrate(self, task: Task) -> list[Message] | None:
+        """Assistant turns of a correct solution (tool results are filled in by really running the calls)."""
+        ...
