@@ -7,6 +7,7 @@ Refuses, naming file and key: tokenizer models and pre-tokenizers it does not kn
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
@@ -55,9 +56,9 @@ def _vocabulary(file: GGUFFile) -> tuple[list[str], list[int]]:
             f"{file.path}: tokenizer.ggml.tokens has {len(tokens)} entries and token_type {len(kinds)} for "
             f"{file.config.vocab_size} embeddings; use a complete GGUF file"
         )
-    twice = next((t for i, t in enumerate(tokens) if t in set(tokens[:i])), None) if len(set(tokens)) < len(tokens) else None
-    if twice is not None:
-        raise UserError(f"{file.path}: tokenizer.ggml.tokens holds {twice!r} twice; use another GGUF file")
+    for token, count in Counter(tokens).items():
+        if count > 1:
+            raise UserError(f"{file.path}: tokenizer.ggml.tokens holds {token!r} {count} times; use another GGUF file")
     odd = next((k for k in kinds if k not in (NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED)), None)
     if odd is not None:
         raise UserError(f"{file.path}: tokenizer.ggml.token_type = {odd} is not implemented for BPE; only 1 to 5 are")

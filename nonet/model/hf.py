@@ -12,11 +12,13 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from nonet.model.config import ModelConfig
 from nonet.model.hf_config import from_json, read_json, to_json, write_json
@@ -89,9 +91,18 @@ def copy_tokenizer(source: Path | str, target: Path | str) -> list[str]:
 # --------------------------------------------------------------------- names
 
 
+class _NoInit(TorchFunctionMode):
+    """Skips torch.nn.init, which on the meta device would do nothing but import torch's compiler for a second."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__module__", "") == "torch.nn.init":
+            return args[0] if args else (kwargs or {})["tensor"]
+        return func(*args, **(kwargs or {}))
+
+
 def empty(config: ModelConfig) -> Model:
     """The model's skeleton on the meta device: shapes, no memory, no initialisation."""
-    with torch.device("meta"):
+    with torch.device("meta"), _NoInit():
         return Model(config)
 
 

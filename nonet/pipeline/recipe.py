@@ -31,7 +31,7 @@ class TasksTable(Config):
     difficulty: int = Field(1, ge=1)
     efforts: tuple[str, ...] = ("max",)
     harness: str = "terse"
-    rewards: dict[str, str] = {}  # extra rewards by name: "pkg.module:function"
+    reward: str = ""  # score every task with this instead of its own rewards: a built-in name or "pkg.module:function"
 
     @field_validator("efforts")
     @classmethod

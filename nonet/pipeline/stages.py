@@ -53,7 +53,7 @@ class Context:
     def setting(self, spec: str) -> Setting:
         """The recipe's harness, rewards and efforts over one task spec."""
         t, seed = self.recipe.tasks, self.recipe.run.seed
-        rewards = tasks.rewards({name: tasks.load_reward(path) for name, path in t.rewards.items()})
+        rewards = {t.reward: tasks.load_reward(t.reward)} if t.reward else None
         source = tasks.load(spec, seed=seed, difficulty=t.difficulty)
         return Setting(source, load_spec(t.harness), self.tokenizer, rewards, t.efforts, seed)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from nonet.report import svg
+from nonet.report import scale, svg
 from nonet.report.read import Event, Points, ratio, series, text
 from nonet.report.trajectories import Scan
 
@@ -36,7 +36,7 @@ class Panel:
 
 def _span(points: Points) -> str:
     (x0, y0), (x1, y1) = points[0], points[-1]
-    return f"{svg.short(y0)} at step {x0:.0f}, {svg.short(y1)} at step {x1:.0f}"
+    return f"{scale.short(y0)} at step {x0:.0f}, {scale.short(y1)} at step {x1:.0f}"
 
 
 def _curves(title: str, note: str, named: Sequence[tuple[str, Points]], zero: bool = False) -> list[Panel]:
@@ -47,7 +47,7 @@ def _curves(title: str, note: str, named: Sequence[tuple[str, Points]], zero: bo
     drawn: list[svg.Line] = []
     window = 0
     for (_, points), css in zip(named, COLOURS, strict=False):
-        mean, window = svg.smooth(points)
+        mean, window = scale.smooth(points)
         drawn += [svg.Line(points, css, faint=True), svg.Line(mean, css)]
     label = f"{title}. " + "; ".join(f"{name} {_span(points)}".strip() for name, points in named)
     if len(named[0][1]) > 1:
@@ -126,7 +126,7 @@ def _ratio(steps: list[Event]) -> list[Panel]:
     both = [(x, max(low[x], 1e-6), max(high[x], 1e-6)) for x in sorted(low.keys() & high.keys())]
     if not both:
         return []
-    both = svg.envelope(both)
+    both = scale.envelope(both)
     lower, upper = [(x, a) for x, a, _ in both], [(x, b) for x, _, b in both]
     label = f"Probability ratio, lowest {_span(lower)}; highest {_span(upper)}"
     drawn = [svg.Line(lower, "s1", faint=True), svg.Line(upper, "s1", faint=True)]
@@ -143,7 +143,7 @@ def _time(steps: list[Event]) -> list[Panel]:
     xs = sorted(rollout.keys() & update.keys())
     if not xs:
         return []
-    layers = [(svg.averaged([(x, d[x]) for x in xs]), css) for d, css in ((rollout, "s1"), (update, "s2"))]
+    layers = [(scale.averaged([(x, d[x]) for x in xs]), css) for d, css in ((rollout, "s1"), (update, "s2"))]
     if len(xs) == 1:
         layers = [([*points, (points[0][0] + 1, points[0][1])], css) for points, css in layers]
     spent = sum(rollout[x] for x in xs), sum(update[x] for x in xs)
@@ -221,7 +221,7 @@ def _shares(counts: Counter[int], start: int, label: str, x_name: str) -> Markup
     for n in range(start, last + 1):
         pooled = n == top and max(counts) > top
         count = sum(c for k, c in counts.items() if k >= n) if pooled else counts[n]
-        rows.append((f"{n}+" if pooled else str(n), count / total, svg.short(count)))
+        rows.append((f"{n}+" if pooled else str(n), count / total, scale.short(count)))
     spoken = "; ".join(f"{name}: {share:.1%}" for name, share, _ in rows)
     return svg.bars(rows, f"{label}. {spoken}", x_name)
 
@@ -230,7 +230,7 @@ def interval_panel(rows: Iterable[svg.Interval]) -> Panel | None:
     rows = list(rows)
     if not rows:
         return None
-    spoken = "; ".join(f"{r.name} {svg.signed(r.value)}" for r in rows)
+    spoken = "; ".join(f"{r.name} {scale.signed(r.value)}" for r in rows)
     note = "Dots: gain in mean reward. Bars: 95% interval. A bar across the zero line is compatible with no change."
     legend = (("dot", "sampled"), ("dot hollow", "greedy"))
     return Panel("Gain on held-out tasks", svg.intervals(rows, f"Gains. {spoken}", "gain in reward"), note, legend)

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from nonet.report.read import Event, RunLog, latest_by, number, text
-from nonet.report.svg import Interval, short, signed
+from nonet.report.scale import short, signed
+from nonet.report.svg import Interval
 
 BEFORE, AFTER = "eval-cold", "eval-rl"
 MOST_ROWS = 80

@@ -1,9 +1,9 @@
 """Small hand-made SVG charts: lines, bands, stacked areas, bars, outlines, intervals.
 
-Owns geometry and ticks. Colours are CSS classes (`s1`..`s6`, `ink`, `muted`), so a chart follows the page's light or
-dark scheme. Invariant: every chart has the same small natural size (360 x 200), readable one to a row on a phone and
-three to a row on a desktop; every label is escaped; at most POINTS vertices a line. Refuses nothing: a chart with no
-points is an empty frame.
+Owns geometry. Colours are CSS classes (`s1`..`s6`, `muted`), so a chart follows the page's light or dark scheme.
+Invariant: every chart has the same small natural size (360 x 200), readable one to a row on a phone and three to a row
+on a desktop; every label is escaped; at most `scale.POINTS` vertices a line. Refuses nothing: a chart with no points is
+an empty frame.
 """
 
 from __future__ import annotations
@@ -11,17 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
-from typing import TypeVar
 
 from markupsafe import Markup, escape
 
 from nonet.report.read import Points
+from nonet.report.scale import log_span, log_ticks, padded, percent, short, signed, span, thin, ticks
 
-P = TypeVar("P", bound=tuple[float, ...])
 WIDTH, HEIGHT = 360, 200
 LEFT, RIGHT, TOP, BOTTOM = 46, 8, 10, 32
-POINTS = 240
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +79,7 @@ def lines(
     if band:
         ys += [v for _, low, high in band.points for v in (low, high)]
         xs += [x for x, _, _ in band.points]
-    frame = Frame(_range(xs), _log_range(ys) if log else _padded(ys, zero), log)
+    frame = Frame(span(xs), log_span(ys) if log else padded(ys, zero), log)
     body = [_axes(frame, x_name)]
     if band:
         body.append(_area(frame, band))
@@ -102,7 +99,7 @@ def stacked(layers: Sequence[tuple[Points, str]], label: str) -> Markup:
         upper = [t + y for t, (_, y) in zip(total, points, strict=True)]
         bands.append(Band(list(zip(xs, total, upper, strict=True)), css))
         total = upper
-    frame = Frame(_range(xs), _padded(total, True))
+    frame = Frame(span(xs), padded(total, True))
     return _svg([_axes(frame, "step"), *(_area(frame, b) for b in bands)], label)
 
 
@@ -149,7 +146,7 @@ def intervals(rows: Sequence[Interval], label: str, x_name: str) -> Markup:
     step, left, right = 26, 124, 54
     height = TOP + step * len(rows) + 36
     ends = [0.0, *(v for r in rows for v in (r.value, r.low, r.high) if v is not None)]
-    low, high = _padded(ends, True, both=True)
+    low, high = padded(ends, True, both=True)
 
     def px(v: float) -> float:
         return round(left + _unit(v, low, high) * (WIDTH - left - right), 1)
@@ -231,119 +228,5 @@ def _x_name(name: str) -> str:
     return f'<text class="mid" x="{LEFT + (WIDTH - LEFT - RIGHT) / 2}" y="{HEIGHT - 3}">{escape(name)}</text>'
 
 
-# ------------------------------------------------------------------ numbers
-
-
-def short(value: float) -> str:
-    """A number as an axis shows it: 0.25, 12, 1.5k, 2M, 3e-5."""
-    size = abs(value)
-    if size == 0:
-        return "0"
-    if size < 0.001 or size >= 1e9:
-        mantissa, _, power = f"{value:.2e}".partition("e")
-        return f"{mantissa.rstrip('0').rstrip('.')}e{int(power)}".replace("-", "\u2212")
-    for scale, letter in ((1e6, "M"), (1e3, "k")):
-        if size >= scale:
-            return f"{value / scale:.3g}{letter}".replace("-", "\u2212")
-    return f"{value:.3g}".replace("-", "\u2212")
-
-
-def percent(value: float) -> str:
-    return f"{100 * value:.3g}%"
-
-
-def signed(value: float, digits: int = 3) -> str:
-    """A difference with its sign and a fixed number of digits; a true minus sign."""
-    written = f"{value:+.{digits}f}"
-    return written[1:] if float(written) == 0 else written.replace("-", "\u2212")
-
-
 def _signed_tick(value: float) -> str:
     return short(value) if value <= 0 else "+" + short(value)
-
-
-def ticks(low: float, high: float, count: int) -> list[float]:
-    """About `count` round numbers inside [low, high]."""
-    raw = (high - low) / count
-    power = 10.0 ** math.floor(math.log10(raw))
-    steps = [power * m for m in (0.5, 1, 2, 2.5, 5, 10)]
-    coarse = next(i for i, step in enumerate(steps) if step >= raw * 0.999)
-    step = next(s for s in (steps[coarse], steps[coarse - 1]) if _multiples(low, high, s) >= 3 or s < raw)
-    first = math.ceil(low / step - 1e-9)
-    return [i * step for i in range(first, first + _multiples(low, high, step))]
-
-
-def _multiples(low: float, high: float, step: float) -> int:
-    return math.floor(high / step + 1e-9) - math.ceil(low / step - 1e-9) + 1
-
-
-def log_ticks(low: float, high: float) -> list[float]:
-    """Powers of ten inside [low, high], with 2s and 5s (or plain ticks) when there are fewer than three."""
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    tens = [10.0**p for p in powers if low <= 10.0**p <= high]
-    if len(tens) >= 3:
-        return tens[:: math.ceil(len(tens) / 5)]
-    finer = [m * 10.0**p for p in powers for m in (1, 2, 5) if low <= m * 10.0**p <= high]
-    return finer if len(finer) >= 3 else ticks(low, high, 4)
-
-
-def _range(values: Sequence[float]) -> tuple[float, float]:
-    low, high = min(values, default=0.0), max(values, default=1.0)
-    room = max(1.0, abs(low) * 0.01)
-    return (low, high) if high > low else (low - room, high + room)
-
-
-def _padded(values: Sequence[float], zero: bool, both: bool = False) -> tuple[float, float]:
-    low, high = min(values, default=0.0), max(values, default=1.0)
-    if zero:
-        low, high = min(low, 0.0), max(high, 0.0)
-    room = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
-    return low - (room if both or not zero or low < 0 else 0), high + room
-
-
-def _log_range(values: Sequence[float]) -> tuple[float, float]:
-    positive = [v for v in values if v > 0]
-    low, high = min(positive, default=0.1), max(positive, default=10.0)
-    return low / 1.15, high * 1.15
-
-
-def thin(points: Points, limit: int = POINTS) -> Points:
-    """At most about `limit` points: the lowest and the highest of each stretch, so that spikes stay."""
-    if len(points) <= limit:
-        return points
-    out: Points = []
-    for stretch in _stretches(points, limit // 2):
-        ends = {min(stretch, key=lambda p: p[1]), max(stretch, key=lambda p: p[1])}
-        out += sorted(ends)
-    return out
-
-
-def averaged(points: Points, limit: int = POINTS // 2) -> Points:
-    """At most `limit` points: the mean of each stretch."""
-    if len(points) <= limit:
-        return points
-    means = [tuple(sum(v) / len(s) for v in zip(*s, strict=True)) for s in _stretches(points, limit)]
-    return [(x, y) for x, y in means]
-
-
-def envelope(points: list[tuple[float, float, float]], limit: int = POINTS // 2) -> list[tuple[float, float, float]]:
-    """At most `limit` points (x, low, high): the lowest low and the highest high of each stretch."""
-    if len(points) <= limit:
-        return points
-    return [(s[0][0], min(p[1] for p in s), max(p[2] for p in s)) for s in _stretches(points, limit)]
-
-
-def _stretches(points: list[P], count: int) -> list[list[P]]:
-    cuts = [i * len(points) // count for i in range(count + 1)]
-    return [points[a:b] for a, b in pairwise(cuts) if b > a]
-
-
-def smooth(points: Points) -> tuple[Points, int]:
-    """Centred moving mean and its window (a twentieth of the run, odd, at least 3; shorter at the two ends)."""
-    reach = max(1, len(points) // 40)
-    total = [0.0, *accumulate(y for _, y in points)]
-    out = []
-    for i, (x, _) in enumerate(points):
-        start, end = max(0, i - reach), min(len(points), i + reach + 1)
-        out.append((x, (total[end] - total[start]) / (end - start)))
-    return out, 2 * reach + 1

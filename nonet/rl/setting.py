@@ -13,19 +13,20 @@ from nonet.chat import Tokenizer
 from nonet.harness import Episode
 from nonet.ops.rng import stream_key
 from nonet.sandbox import LocalSandbox
-from nonet.types import HarnessSpec, Reward, Sandbox, Task, TaskSource, Trajectory, UserError
+from nonet.tasks import load_reward
+from nonet.types import HarnessSpec, Reward, Sandbox, Task, TaskSource, Trajectory
 
 Split = Literal["train", "heldout"]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """efforts: each index draws one of these; rewards: by the names that tasks use."""
+    """efforts: each index draws one of these. rewards: used for every task in place of the ones it names (None: its own)."""
 
     source: TaskSource
     spec: HarnessSpec
     tokenizer: Tokenizer
-    rewards: Mapping[str, Reward]
+    rewards: Mapping[str, Reward] | None = None
     efforts: Sequence[str] = ("max",)
     seed: int = 0
 
@@ -43,12 +44,8 @@ class Setting:
 
         return open_episode
 
-    def rewards_of(self, task: Task) -> dict[str, Reward]:
-        missing = [n for n in task.rewards if n not in self.rewards]
-        if missing:
-            known = ", ".join(sorted(self.rewards))
-            raise UserError(f"task {task.id}: reward {missing[0]!r} is unknown; known are {known}")
-        return {n: self.rewards[n] for n in task.rewards}
+    def rewards_of(self, task: Task) -> Mapping[str, Reward]:
+        return self.rewards if self.rewards is not None else {name: load_reward(name) for name in task.rewards}
 
 
 def open_sandbox(task: Task, checkpoint: Any) -> Sandbox | None:

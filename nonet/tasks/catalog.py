@@ -69,9 +69,9 @@ def _one(name: str, seed: int, difficulty: int) -> TaskSource:
 
         return GymSource.parse(name, seed)
     if name.endswith(".jsonl") or Path(name).is_file():
-        from nonet.tasks.jsonl import JsonlSource
+        from nonet.tasks import jsonl
 
-        return JsonlSource.read(Path(name))
+        return jsonl.read(Path(name))
     if ":" in name:
         from nonet.tasks.own import own_source
 

@@ -1,4 +1,4 @@
-"""Directories in and out: exact round trips, and one sentence naming file and tensor for every way they can be wrong."""
+"""Directories in and out: exact round trips, and one sentence naming file and tensor for each way to be wrong."""
 
 from __future__ import annotations
 

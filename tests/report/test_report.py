@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from nonet.report import svg, trajectories, write
+from nonet.report import scale, trajectories, write
 from nonet.report.page import HERE
 from nonet.types import UserError
 
@@ -100,11 +100,11 @@ def test_the_headline_shows_recorded_numbers(run: Path) -> None:
     page = check(run)
     gains = [json.loads(x) for x in (run / "events.jsonl").read_text().splitlines() if '"gain"' in x]
     for gain in gains:
-        assert svg.signed(gain["gain"]) in page.text
-        assert f"[{svg.signed(gain['low'])}, {svg.signed(gain['high'])}]" in page.text
+        assert scale.signed(gain["gain"]) in page.text
+        assert f"[{scale.signed(gain['low'])}, {scale.signed(gain['high'])}]" in page.text
     assert (
-        "6 comparisons of held-out reward: the 95% interval of the gain is above zero in 4, below zero in 0, across zero in 2."
-        in page.text
+        "6 comparisons of held-out reward: "
+        "the 95% interval of the gain is above zero in 4, below zero in 0, across zero in 2." in page.text
     )
 
 
@@ -250,7 +250,7 @@ def test_the_room_loads_no_other_room() -> None:
 
 @pytest.mark.parametrize("low,high", [(0, 1), (-3e-4, 5e-4), (1e-30, 2e-30), (0.98, 1.01), (-1e29, 1e30), (5, 905)])
 def test_ticks_are_few_and_inside(low: float, high: float) -> None:
-    found = svg.ticks(low, high, 4)
+    found = scale.ticks(low, high, 4)
     assert 2 <= len(found) <= 10
     assert all(low - (high - low) * 1e-6 <= t <= high + (high - low) * 1e-6 for t in found)
 
@@ -259,14 +259,14 @@ def test_ticks_are_few_and_inside(low: float, high: float) -> None:
     "value,shown", [(0, "0"), (0.25, "0.25"), (1500, "1.5k"), (-2e6, "−2M"), (3e-5, "3e−5"), (-2.5e-4, "−2.5e−4")]
 )
 def test_short_numbers(value: float, shown: str) -> None:
-    assert svg.short(value) == shown
+    assert scale.short(value) == shown
 
 
 def test_thinning_keeps_spikes() -> None:
     points = [(float(i), 0.0) for i in range(5000)]
     points[1234] = (1234.0, 9.0)
-    assert (1234.0, 9.0) in svg.thin(points)
-    assert len(svg.thin(points)) <= svg.POINTS
+    assert (1234.0, 9.0) in scale.thin(points)
+    assert len(scale.thin(points)) <= scale.POINTS
 
 
 def test_text_colours_have_contrast() -> None:

