@@ -86,7 +86,7 @@ def generate(
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text itself, without the chat template.")] = False,
 ) -> None:
     """Stream a model's answer. Temperature 0 is greedy; the same seed gives the same text."""
-    from nonet.engine.stream import stream
+    from nonet.pipeline.generate import stream
     from nonet.types import Sampling
 
     sampling = Sampling(temperature, top_k, top_p, seed)

@@ -225,9 +225,7 @@ class Trajectory:
     def append(self, segment: Segment) -> None:
         """Add a segment; policy words under the version of the last segment extend it, so pauses leave no trace there."""
         last = self.segments[-1] if self.segments else None
-        if last is None or (last.author, segment.author) != ("policy", "policy"):
-            self.segments.append(segment)
-        elif last.policy_version != segment.policy_version:
+        if last is None or (last.author, segment.author) != ("policy", "policy") or last.policy_version != segment.policy_version:
             self.segments.append(segment)
         else:
             names = ("tokens", "logprobs", "raw_logprobs")

@@ -1,15 +1,16 @@
 """Train a byte-level BPE tokenizer and write it as a Hugging Face directory with a plain chat template.
 
-Digits are single tokens, so that arithmetic is written column by column; every byte has a token, so nothing is unknown.
+Digits are single tokens, so that arithmetic is written column by column; runs of lower-case letters never merge with their
+surroundings, so that a word is the same tokens wherever it is quoted, copied or called; every byte has a token.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 PAD, END = "<|pad|>", "<|end|>"
 ROLES = ("system", "user", "assistant", "tool")
@@ -20,11 +21,18 @@ TEMPLATE = (
 )
 
 
-def train(texts: Iterable[str], vocab_size: int, out: Path) -> None:
-    """Learn merges from texts; deterministic for the same texts in the same order."""
+def train(texts: Iterable[str], vocab_size: int, out: Path, phrases: Sequence[str] = ()) -> None:
+    """Learn merges from texts; deterministic for the same texts in the same order.
+
+    phrases (a harness's fixed marks) become one token each, on top of vocab_size.
+    """
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.Split(Regex("[a-z]+"), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     core.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -34,6 +42,7 @@ def train(texts: Iterable[str], vocab_size: int, out: Path) -> None:
         show_progress=False,
     )
     core.train_from_iterator(texts, trainer)
+    core.add_tokens([AddedToken(p, normalized=False) for p in phrases])
     out.mkdir(parents=True, exist_ok=True)
     core.save(str(out / "tokenizer.json"))
     config = {"eos_token": END, "pad_token": PAD, "chat_template": TEMPLATE, "tokenizer_class": "PreTrainedTokenizerFast"}

@@ -27,7 +27,10 @@ def parity(directory: Path | str, prompts: int = 20, seed: int = 0) -> dict[str,
     """
     ours = hf.load(directory)
     if family_of(ours.config) == "kimi_linear":
-        raise UserError(f"{directory}: model_type kimi_linear: transformers cannot run this model; nothing to compare")
+        raise UserError(
+            f"{directory}: model_type = 'kimi_linear': transformers knows that name for an older model and cannot run "
+            f"this one; compare a llama, qwen2 or qwen3 directory"
+        )
     theirs = _transformers(directory)
     fresh = cached = 0.0
     lengths = prompt_lengths(prompts, min(512, ours.config.max_position))
@@ -67,7 +70,7 @@ def _cached_logits(model: Model, tokens_1T: Tensor, steps: int) -> Tensor:
     """Logits of the last `steps` positions, each computed alone on top of a cache."""
     T = tokens_1T.shape[1]
     state = SequenceState.new(model.config, 1, T, torch.float32)
-    if T > steps:
+    if steps < T:
         model(tokens_1T[:, : T - steps], state)
     hidden = [model(tokens_1T[:, t : t + 1], state) for t in range(T - steps, T)]
     return model.logits(torch.cat(hidden, 1))[0]

@@ -24,6 +24,7 @@ from nonet.ops.rng import stream_key
 from nonet.types import Completion, FinishReason, Request, UserError
 
 _GROW = 64
+_GATHER_SHARE, _GATHER_STEPS = 8, 4
 
 
 @dataclass
@@ -67,6 +68,7 @@ class Engine:
         self._active: list[_Row] = []
         self._held: dict[str, _Held] = {}
         self._state: SequenceState | None = None
+        self._gathered = 0
         self.decode_steps = 0
 
     # ------------------------------------------------------------ the door
@@ -99,6 +101,10 @@ class Engine:
         logits_BW = self._forward(plan)
         return self._commit(plan, logits_BW)
 
+    def written(self, request_id: str) -> list[int]:
+        """What an unfinished request has written so far."""
+        return next((list(row.tokens) for row in self._active if row.request.id == request_id), [])
+
     def run(self) -> list[Completion]:
         """Step until nothing is left."""
         done: list[Completion] = []
@@ -110,7 +116,7 @@ class Engine:
         """Stop everything in flight; each request comes back as an honest partial Completion, in order of arrival."""
         partial = [self._completion(row, "paused") for row in self._active]
         partial += [Completion(r.id, (), (), (), "paused", self.version) for r in self._waiting]
-        self._active, self._state = [], None
+        self._active, self._state, self._gathered = [], None, 0
         self._waiting.clear()
         self._held.clear()
         return partial
@@ -135,8 +141,13 @@ class Engine:
 
     def _schedule(self) -> _Plan:
         room = self.max_batch - len(self._active)
-        if not self._waiting or room == 0:
+        # A forward for one newcomer costs nearly as much as one for many: while most rows are busy decoding, let
+        # newcomers gather for a few steps. Counted in steps, so a replay gathers the same ones.
+        gathering = len(self._waiting) * _GATHER_SHARE < len(self._active) and self._gathered < _GATHER_STEPS
+        if not self._waiting or room == 0 or gathering:
+            self._gathered += bool(self._waiting)
             return _Plan(self._active, arriving=False)
+        self._gathered = 0
         # Rows that extend a held state and rows that start fresh are separate forwards: the latter need no mask.
         extends = self._extends_held(self._waiting[0])
         taken: list[Request] = []

@@ -64,7 +64,7 @@ def _transform(raw_BW: Tensor, rows: SamplingRows) -> Tensor:
 def _keep_top_k(logp_BW: Tensor, top_k: np.ndarray) -> Tensor:
     W = logp_BW.shape[1]
     k_B = torch.from_numpy(np.where(top_k == 0, W, np.minimum(top_k, W))).to(logp_BW.device)
-    order = logp_BW.argsort(-1, descending=True, stable=True)
+    order = logp_BW.argsort(dim=-1, descending=True, stable=True)
     ranks = torch.empty_like(order).scatter_(1, order, torch.arange(W, device=order.device).expand_as(order))
     return logp_BW.masked_fill(ranks >= k_B.unsqueeze(1), float("-inf")).log_softmax(-1)
 

@@ -2,6 +2,6 @@
 
 from nonet.harness.episode import Episode
 from nonet.harness.spec import load_spec
-from nonet.harness.syntax import parse_assistant, render_assistant
+from nonet.harness.syntax import parse_assistant, phrases, render_assistant
 
-__all__ = ["Episode", "load_spec", "parse_assistant", "render_assistant"]
+__all__ = ["Episode", "load_spec", "parse_assistant", "phrases", "render_assistant"]

@@ -51,6 +51,13 @@ def parse_assistant(text: str, spec: HarnessSpec) -> tuple[Message, str | None]:
     return Message("assistant", tuple(parts)), error
 
 
+def phrases(spec: HarnessSpec) -> list[str]:
+    """The fixed strings that calls and reasoning are written with, for a tokenizer trained for this harness."""
+    call = render_assistant(Message.assistant(calls=[ToolCall("\0", {"\1": "\2"})]), spec)
+    marks = re.split("|".join(re.escape(json.dumps(c)[1:-1]) for c in "\0\1\2"), call)
+    return [*marks, '", "', spec.think_open, spec.think_close]
+
+
 def _add_text(parts: list[Part], text: str) -> None:
     if text:
         parts.append(Text(text))

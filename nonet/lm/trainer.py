@@ -18,8 +18,8 @@ from torch.nn import functional as F
 
 from nonet.config import Config
 from nonet.model import Model
-from nonet.run import Run
 from nonet.progress import progress
+from nonet.run import Run
 
 
 class LMConfig(Config):

@@ -73,7 +73,8 @@ def save(
     out.mkdir(parents=True, exist_ok=True)
     parameters = dict(model.named_parameters())
     kind = dtype or model.embed_tokens.weight.dtype
-    pairs = ((hf, parameters[mine].detach().to("cpu", dtype or parameters[mine].dtype)) for mine, hf in _names(model))
+    tensors = ((hf, parameters[mine].detach()) for mine, hf in _names(model))
+    pairs = ((hf, checked(tensor.to("cpu", dtype or tensor.dtype), hf, out)) for hf, tensor in tensors)
     write_weights(pairs, out, max_shard_bytes)
     write_json(out / "config.json", to_json(model.config) | {"torch_dtype": str(kind).removeprefix("torch.")})
 
@@ -212,7 +213,10 @@ def checked(tensor: Tensor, name: str, file: Path | str) -> Tensor:
     if not finite.all():
         bad = tensor.numel() - int(finite.sum())
         kind = str(tensor.dtype).removeprefix("torch.")
-        raise UserError(f"{file}: {name} has {bad} non-finite of {tensor.numel()} values as {kind}; replace the file")
+        raise UserError(
+            f"{file}: {name} has {bad} non-finite of {tensor.numel()} values as {kind}; "
+            f"use other weights or a wider dtype"
+        )
     return tensor
 
 
@@ -289,7 +293,11 @@ def write_weights(pairs: Iterable[tuple[str, Tensor]], directory: Path, max_shar
     """
     placed: list[dict[str, int]] = []
     for shard in _shards(pairs, max_shard_bytes):
-        save_file(shard, _part(directory, len(placed)), metadata={"format": "pt"})
+        part = _part(directory, len(placed))
+        part.touch()
+        mode = part.stat().st_mode
+        save_file(shard, part, metadata={"format": "pt"})
+        part.chmod(mode)  # safetensors makes files that only their owner can read
         placed.append({name: t.numel() * t.element_size() for name, t in shard.items()})
     count = len(placed)
     names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)] if count > 1 else [SINGLE]

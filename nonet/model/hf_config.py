@@ -297,7 +297,12 @@ def to_json(config: ModelConfig) -> dict[str, Any]:
     for field, key in keys.items():
         table, _, leaf = key.rpartition(".")
         (out.setdefault(table, {}) if table else out)[leaf] = getattr(config, field)
-    out |= _kimi_keys(config, out) if family == "kimi_linear" else _decoder_keys(config, family)
+    if family == "kimi_linear":
+        out |= _kimi_keys(config, out)
+    else:
+        out |= _decoder_keys(config, family)
+        if not config.mtp_layers:
+            del out["num_nextn_predict_layers"]
     read, whole = from_json(out, "config.json").model_dump(mode="json"), config.model_dump(mode="json")
     unsaid = {field: value for field, value in whole.items() if value != read[field]}
     return out | {"nonet": unsaid} if unsaid else out

@@ -19,7 +19,7 @@ from pathlib import Path
 from nonet import report, tasks
 from nonet.chat import Tokenizer
 from nonet.chat.training import train as train_tokenizer
-from nonet.harness import load_spec, render_assistant
+from nonet.harness import load_spec, phrases, render_assistant
 from nonet.harness.episode import demonstration
 from nonet.lm.trainer import Row
 from nonet.lm.trainer import train as train_lm
@@ -69,7 +69,7 @@ def tokenizer(c: Context) -> None:
         return
     t = c.recipe.tasks
     source = tasks.load(",".join(t.sources.values()), seed=c.recipe.run.seed, difficulty=t.difficulty)
-    train_tokenizer(_texts(source, c), c.recipe.start.vocab_size, start)
+    train_tokenizer(_texts(source, c), c.recipe.start.vocab_size, start, phrases(load_spec(t.harness)))
 
 
 def _texts(source: TaskSource, c: Context) -> list[str]:

@@ -14,7 +14,7 @@ from nonet.harness import Episode
 from nonet.ops.rng import stream_key
 from nonet.sandbox import LocalSandbox
 from nonet.tasks import load_reward
-from nonet.types import HarnessSpec, Reward, Sandbox, Task, TaskSource, Trajectory
+from nonet.types import HarnessSpec, Reward, Sandbox, Task, TaskSource, Trajectory, UserError
 
 Split = Literal["train", "heldout"]
 
@@ -45,6 +45,8 @@ class Setting:
         return open_episode
 
     def rewards_of(self, task: Task) -> Mapping[str, Reward]:
+        if self.rewards is None and not task.rewards:
+            raise UserError(f"task {task.id}: names no reward; give one with --reward (a built-in name or pkg.module:fn)")
         return self.rewards if self.rewards is not None else {name: load_reward(name) for name in task.rewards}
 
 

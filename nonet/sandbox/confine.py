@@ -16,7 +16,7 @@ import resource
 import struct
 import sys
 
-MEMORY = 256 << 20  # bytes of address space
+MEMORY = 256 << 20  # bytes of address space that a job may add to what the server holds
 FILE = 1 << 20  # bytes of any one file
 OPEN_FILES = 64
 PROCESSES = 16  # only where the system-call filter, which forbids new processes altogether, is missing
@@ -74,9 +74,20 @@ def confine(directory: str, timeout_s: float) -> list[str]:
     return held
 
 
+_address_space = MEMORY
+
+
+def allow_memory() -> None:
+    """Called once the server has imported all it will: a job may have that much and MEMORY more."""
+    global _address_space
+    if sys.platform == "linux":
+        with open("/proc/self/statm") as f:  # noqa: PTH123
+            _address_space = MEMORY + int(f.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def _limits(timeout_s: float) -> None:
     _limit("RLIMIT_CPU", int(timeout_s) + 2)  # a second line of defence: the wall clock strikes first
-    _limit("RLIMIT_AS", MEMORY)
+    _limit("RLIMIT_AS", _address_space)
     _limit("RLIMIT_FSIZE", FILE)
     _limit("RLIMIT_NOFILE", OPEN_FILES)
     _limit("RLIMIT_CORE", 0)

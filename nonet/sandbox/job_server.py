@@ -1,7 +1,7 @@
 """A bare interpreter that forks once per job: the child process behind `python_runner`.
 
-Started by path as `python -s -S -P job_server.py`; it never imports Nonet, so a job sees a clean, fast Python.
-Speaks `frames` on its standard input and output.
+Started by path as `python -s -S -P job_server.py SCRATCH [MODULE ...]`; it never imports Nonet, so a job sees a clean,
+fast Python. Speaks `frames` on its standard input and output.
 
 Invariant: a reply is sent for every request, whatever the job did; nothing of a job outlives its reply.
 Refuses: hearing from a job by any way but its exit status and its two output files.
@@ -30,7 +30,8 @@ import tree  # noqa: E402
 del sys.path[0]
 
 OUTPUT = 64 << 10  # bytes kept of each stream
-PRELOADED = ("collections", "functools", "itertools", "math", "operator", "re", "string", "traceback")  # each makes forks slower
+# Modules that jobs find ready. Each makes every fork slower, so no random, typing, dataclasses or threading here.
+PRELOADED = ("collections", "functools", "itertools", "math", "operator", "re", "string", "traceback")
 PROGRAM = "program.py"
 
 
@@ -157,13 +158,13 @@ def _attach(cwd: str, out: int, err: int) -> None:
         os.dup2(source, target)
     os.closerange(3, 1 << 16)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", closefd=False)  # noqa: PTH123
+    sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stdout = sys.__stdout__ = _stream(1)
     sys.stderr = sys.__stderr__ = _stream(2)
 
 
 def _stream(fd: int) -> Any:
-    return open(fd, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: PTH123
+    return open(fd, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)
 
 
 def _execute(source: str) -> int:
@@ -226,11 +227,12 @@ def main() -> None:
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)
-    for name in PRELOADED:
+    scratch, *imports = sys.argv[1:]
+    for name in (*PRELOADED, *imports):
         __import__(name)
     gc.disable()
     gc.freeze()
-    scratch = sys.argv[1]
+    confine.allow_memory()
     try:
         serve(requests, replies, scratch)
     finally:

@@ -8,12 +8,11 @@ Refuses: trees beyond the limits of `tree`; a program that overfills the sandbox
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from nonet.sandbox import tool_specs, tree
-from nonet.sandbox.python_runner import base_directory, run_python
+from nonet.sandbox import tool_specs, tree, workspace
+from nonet.sandbox.python_runner import run_python
 from nonet.types import RunResult, SandboxRecipe, ToolCall, ToolResult, UserError
 
 RESULT_LIMIT = 4000  # characters of a tool result before it is cut
@@ -31,8 +30,9 @@ class LocalSandbox:
     def __init__(self, recipe: SandboxRecipe):
         self.tools = tool_specs.select(recipe.tools)
         self._by_name = {tool.name: tool for tool in self.tools}
-        self._root = tempfile.mkdtemp(prefix="nonet-", dir=base_directory())
-        self._fill(_encoded(recipe.files))
+        files = _encoded(recipe.files)
+        self._root = workspace.new_directory()
+        self._fill(files)
 
     def _fill(self, files: Mapping[str, bytes]) -> None:
         try:

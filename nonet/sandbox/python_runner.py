@@ -15,48 +15,47 @@ import atexit
 import os
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
-from nonet.sandbox import frames
+from nonet.sandbox import frames, tree, workspace
 from nonet.types import RunResult, UserError
 
 SERVER = Path(__file__).with_name("job_server.py")
 GRACE_S = 5.0  # beyond a job's own timeout before the server itself is given up
 START_S = 20.0
-MEMORY_ROOM = 32 << 20  # bytes that must be free in /dev/shm for it to be used
-
-
-def base_directory() -> str | None:
-    """Where temporary directories go: memory (/dev/shm, ten times faster than a disk here) unless TMPDIR says else."""
-    memory = "/dev/shm"
-    if "TMPDIR" in os.environ or not os.access(memory, os.W_OK | os.X_OK):
-        return None
-    room = os.statvfs(memory)
-    return memory if room.f_bavail * room.f_frsize >= MEMORY_ROOM else None
 
 
 class PythonRunner:
-    """A fork server. `run` may be called from any thread; jobs run one at a time."""
+    """A fork server. `run` may be called from any thread; jobs run one at a time.
 
-    def __init__(self) -> None:
+    `imports` are installed packages to load before the first job; with none, jobs see the standard library only.
+    """
+
+    def __init__(self, imports: tuple[str, ...] = ()) -> None:
+        self._imports = imports
         self._process: subprocess.Popen[bytes] | None = None
+        self._scratch = ""
         self._owner = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self.isolation: tuple[str, ...] = ()
 
     def start(self) -> subprocess.Popen[bytes]:
-        """The running server; starts one if there is none (about 40 ms)."""
+        """The running server; starts one if there is none (about 50 ms)."""
+        with self._lock:
+            return self._started()
+
+    def _started(self) -> subprocess.Popen[bytes]:
         if self._process is not None and self._process.poll() is None:
             return self._process
         if not hasattr(os, "fork"):
             raise UserError(f"sandbox on {sys.platform}: running programs needs os.fork; use Linux (or WSL) or macOS")
         self.close()
-        scratch = tempfile.mkdtemp(prefix="nonet-job-", dir=base_directory())
-        command = [sys.executable, "-s", "-S", "-P", str(SERVER), scratch]
+        self._scratch = workspace.new_directory()
+        bare = () if self._imports else ("-S",)
+        command = [sys.executable, "-s", *bare, "-P", str(SERVER), self._scratch, *self._imports]
         environment = {"PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "PATH": os.defpath}
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env=environment, start_new_session=True
@@ -72,22 +71,28 @@ class PythonRunner:
         """Run `source` in `cwd` (by default an empty directory that is deleted afterwards).
 
         Times out after `timeout_s` seconds of wall clock. Each stream is kept up to 64 KB, each file up to 1 MB,
-        memory up to 256 MB. The same program prints the same text each time: hashing and `random` are seeded.
+        memory up to 256 MB beyond the interpreter's own. The same program prints the same text each time: hashing
+        and `random` are seeded.
         """
         request = {"source": source, "cwd": cwd, "timeout_s": timeout_s}
         with self._lock:
-            for _ in range(2):  # an idle server may have been killed from outside: the job itself has not started then
-                process = self.start()
-                if self._send(process, request):
-                    reply = self._receive(process, timeout_s + GRACE_S)
-                    break
+            try:
+                reply = self._ask(request, timeout_s + GRACE_S)
+            except BaseException:  # Ctrl-C, say: a reply that comes later must not answer the next request
                 self.close()
-            else:
-                reply = None
+                raise
             if reply is None:
                 self.close()
-                return RunResult(-9, "", "the program took its runner down", timed_out=False)
+                return RunResult(-9, "", "the program took its runner down")
         return RunResult(**reply)
+
+    def _ask(self, request: Any, patience_s: float) -> Any:
+        process = self._started()
+        if not self._send(process, request):  # it was killed while idle: no job has started, so ask another
+            self.close()
+            process = self._started()
+            self._send(process, request)
+        return self._receive(process, patience_s)
 
     def close(self) -> None:
         """Stop the server; idempotent, and `run` starts a new one."""
@@ -103,6 +108,8 @@ class PythonRunner:
             process.wait()
         if process.stdout is not None:
             process.stdout.close()
+        if Path(self._scratch).is_dir():  # the server was killed before it could
+            tree.remove(self._scratch)
 
     @staticmethod
     def _send(process: subprocess.Popen[bytes], request: Any) -> bool:
@@ -119,17 +126,17 @@ class PythonRunner:
         return frames.read(process.stdout.fileno(), time.monotonic() + timeout_s)
 
 
-_runners: dict[int, PythonRunner] = {}  # by process id, so that a forked worker starts a server of its own
+# By process id, so that a forked worker starts servers of its own, and by imports.
+_runners: dict[tuple[int, tuple[str, ...]], PythonRunner] = {}
 
 
-def runner() -> PythonRunner:
-    """This process's runner."""
-    pid = os.getpid()
-    if pid not in _runners:
-        _runners.clear()
-        _runners[pid] = PythonRunner()
-        atexit.register(_runners[pid].close)
-    return _runners[pid]
+def runner(imports: tuple[str, ...] = ()) -> PythonRunner:
+    """This process's runner that has `imports` loaded."""
+    key = os.getpid(), imports
+    if key not in _runners:
+        _runners[key] = PythonRunner(imports)
+        atexit.register(_runners[key].close)
+    return _runners[key]
 
 
 def run_python(source: str, cwd: str | None = None, timeout_s: float = 2.0) -> RunResult:

@@ -60,7 +60,7 @@ def locate(root: str, path: str) -> str:
 
 
 def walk(root: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
-    """(relative path, entry) of everything that is not a directory, in no particular order; follows no link."""
+    """(relative path, entry) of every regular file, in no particular order; links are passed over."""
     stack = [""]
     while stack:
         prefix = stack.pop()
@@ -68,7 +68,7 @@ def walk(root: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):
                     stack.append(f"{prefix}{entry.name}/")
-                else:
+                elif entry.is_file(follow_symlinks=False):
                     yield prefix + entry.name, entry
 
 

@@ -16,11 +16,12 @@ from typing import Any
 from nonet.tasks.source import Generated, Problem
 from nonet.types import Message, Task, ToolCall
 
-WORDS = (
-    "ant ape ash bat bay bee bog bud cap cat cob cod cow cub dew dog dot eel egg elk elm emu fig fin fir fly fog fox "
-    "gem gnu gum hay hen hog ice ink ivy jam jar jay keg kit lid log mud nut oak oat owl pea pig pod ram rat ray rye "
-    "sap sea sky sun tar tea tin toy urn wax yak yam yew"
-).split()
+THREE_LETTERS = """
+ant ape ash bat bay bee bog bud cap cat cob cod cow cub dew dog dot eel egg elk elm emu fig fin fir fly fog fox gem gnu
+gum hay hen hog ice ink ivy jam jar jay keg kit lid log mud nut oak oat owl pea pig pod ram rat ray rye sap sea sky sun
+tar tea tin toy urn wax yak yam yew
+"""
+WORDS = THREE_LETTERS.split()
 NAMES = tuple(c + v for c in "bdfghklmnprstvz" for v in "aeiou")
 
 Act = tuple[str, ToolCall]  # what the agent notes, what it then does
@@ -89,14 +90,13 @@ class Find(Errand):
         return self._problem(prompt, files, {target: files[where]}, absent=[where], word=word, target=target)
 
     def plan(self, data: Mapping[str, Any]) -> list[Act]:
-        acts: list[Act] = [("list", look())]
-        names = sorted(data["start"])
-        for i, name in enumerate(names):
-            last = i == len(names) - 1  # the only one left must be it; reading it is a courtesy
-            acts.append((f"{'?' if last else ''}{data['word']}?", read(name)))
-            if data["word"] in data["start"][name]:
-                break
-        return [*acts, (f"{data['word']} in {name}", move(name, data["target"]))]
+        word, names = data["word"], sorted(data["start"])
+        holder = next(name for name in names if word in data["start"][name])
+        searched = names[: names.index(holder) + 1]
+        acts: list[Act] = [("list", look()), *((f"{word}?", read(name)) for name in searched)]
+        if holder == names[-1]:  # the only one left must be it: reading it can be spared
+            acts[-1] = (f"?{word}?", read(holder))
+        return [*acts, (f"{word} in {holder}", move(holder, data["target"]))]
 
     def checks(self, data: Mapping[str, Any]) -> list[ToolCall]:
         return [read(data["target"])]

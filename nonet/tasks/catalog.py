@@ -7,12 +7,15 @@
     path/to/tasks.jsonl               your own, without code
     A,B,...                           several of the above, taking turns
 
+`difficulty` applies to the first two; the others have settings, or are what they are.
+
 Invariant: loading `nonet.tasks` imports neither torch nor reasoning_gym. Refuses: unknown names, naming the nearest.
 """
 
 from __future__ import annotations
 
 import difflib
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +26,7 @@ from nonet.types import TaskSource, UserError
 BUILT_IN: dict[str, type[Generated]] = {
     source.name: source for source in (*general.SOURCES, *agents.SOURCES, *coding.SOURCES)
 }
+SEPARATOR = re.compile(r",(?![^\[]*\])")  # commas, but not those inside [...] of a setting
 DOMAINS = tuple(dict.fromkeys(source.domain for source in BUILT_IN.values()))
 
 
@@ -51,7 +55,7 @@ def load(spec: str, seed: int = 0, difficulty: int = 1) -> TaskSource:
     >>> load("general.add").task("train", 0).prompt[0].text.startswith("add ")
     True
     """
-    names = [part.strip() for part in spec.split(",") if part.strip()]
+    names = [part.strip() for part in SEPARATOR.split(spec) if part.strip()]
     if not names:
         raise UserError("--tasks: is empty; try general, agents, coding, gym:NAME, pkg.module:attribute or FILE.jsonl")
     sources = [_one(name, seed, difficulty) for name in names]

@@ -26,6 +26,7 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "effort": (str,), "reward": (str, list), "tools": (list,), "split": (str,), "demonstration": (str,),
     "data": (dict,),
 }  # fmt: skip
+NEEDS = {"exact": "answer", "files": "expect_files", "python_tests": "tests"}  # what a reward named by hand relies on
 NAMES = {str: "text", list: "a list", dict: "an object", int: "a number", float: "a number"}
 
 
@@ -62,7 +63,7 @@ class FixedSource:
         entries = self._by_split[split]
         if not entries:
             count = sum(map(len, self._by_split.values()))
-            raise UserError(f"tasks {self.name}: none of its {count} is in the {split} split; mark one \"split\": \"{split}\"")
+            raise UserError(f'tasks {self.name}: none of its {count} is {split}; mark one with "split": "{split}"')
         again, which = divmod(index, len(entries))
         entry = entries[which]
         id = f"{self.name}/{split}/{entry.task.id}" + (f"@{again}" if again else "")
@@ -82,7 +83,9 @@ def _no_twins(entries: list[Entry]) -> None:
             raise UserError(f"{entry.where}: id {entry.task.id!r} is taken by {twin.where}; give each task its own")
         twin = statements.setdefault(_statement(entry.task), entry)
         if twin.split != entry.split:
-            raise UserError(f"{entry.where}: split: the same problem is in {twin.split} at {twin.where}; keep one of them")
+            raise UserError(
+                f"{entry.where}: split: the same problem is in {twin.split} at {twin.where}; keep one of them"
+            )
 
 
 def _statement(task: Task) -> str:
@@ -94,7 +97,7 @@ def entry_of(item: Task | Mapping[str, Any], where: str, default_id: str) -> Ent
     if isinstance(item, Task):
         return Entry(where, item, split_of(_statement(item)))
     if not isinstance(item, Mapping):
-        raise UserError(f"{where}: must be an object such as {{\"prompt\": \"...\", \"answer\": \"...\"}}")
+        raise UserError(f'{where}: must be an object such as {{"prompt": "...", "answer": "..."}}')
     _check_fields(item, where)
     task = _task(item, where, default_id)
     split = _choice(item, "split", SPLITS, where) or split_of(_statement(task))
@@ -110,6 +113,13 @@ def _check_fields(item: Mapping[str, Any], where: str) -> None:
         if not isinstance(value, FIELDS[key]) or isinstance(value, bool):
             wanted = " or ".join(dict.fromkeys(NAMES[kind] for kind in FIELDS[key]))
             raise UserError(f"{where}: {key} = {value!r}: must be {wanted}")
+    for key, needs in NEEDS.items():
+        if key in _named(item) and not any(field in item for field in (needs, "data")):
+            raise UserError(f"{where}: reward {key!r} needs {needs}; add it, or leave reward out")
+    if "tests" in item and not item["tests"]:
+        raise UserError(f"{where}: tests: holds no test; add [arguments, expected]")
+    if "answer" in item and not str(item["answer"]).strip():
+        raise UserError(f"{where}: answer: is empty, so saying nothing would succeed; leave it out or fill it in")
     if ("prompt" in item) == ("messages" in item):
         raise UserError(f"{where}: give either prompt (text) or messages (a list of role and content)")
 
@@ -144,7 +154,7 @@ def _messages(items: list[Any], where: str) -> tuple[Message, ...]:
         role = item.get("role") if isinstance(item, dict) else None
         content = item.get("content") if isinstance(item, dict) else None
         if role not in ("system", "user", "assistant") or not isinstance(content, str):
-            raise UserError(f'{where}: messages[{i}]: write {{"role": "system", "user" or "assistant", "content": text}}')
+            raise UserError(f'{where}: messages[{i}]: write {{"role": system, user or assistant, "content": text}}')
         out.append(Message(role, (Text(content),)))
     if not out or out[-1].role != "user":
         raise UserError(f"{where}: messages: the last one must be the user's")
@@ -164,10 +174,15 @@ def _texts(item: Mapping[str, Any], key: str, where: str) -> dict[str, str]:
     return dict(item.get(key, {}))
 
 
+def _named(item: Mapping[str, Any]) -> list[Any]:
+    reward = item.get("reward", [])
+    return [reward] if isinstance(reward, str) else reward
+
+
 def _rewards(item: Mapping[str, Any], where: str) -> tuple[str, ...]:
     """Those named, else what the fields given allow. None at all is fine: `--reward` may supply one."""
     if "reward" in item:
-        names = [item["reward"]] if isinstance(item["reward"], str) else item["reward"]
+        names = _named(item)
         for name in names:
             if not isinstance(name, str) or (":" not in name and name not in REWARDS):
                 known = ", ".join(REWARDS)
@@ -192,6 +207,6 @@ def _check_errand(task: Task, where: str) -> None:
     if "files" not in task.rewards or "files" not in task.data:
         return
     start = task.sandbox.files if task.sandbox else {}
-    done = all(start.get(path, "").strip() == text.strip() and path in start for path, text in task.data["files"].items())
+    done = all(path in start and start[path].strip() == text.strip() for path, text in task.data["files"].items())
     if done and not any(path in start for path in task.data["absent"]):
-        raise UserError(f"{where}: expect_files: already true of files, so doing nothing would succeed; change one of them")
+        raise UserError(f"{where}: expect_files: already true of files, so doing nothing would succeed; change one")

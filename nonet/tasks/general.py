@@ -3,8 +3,8 @@
 Each demonstration writes as much as its effort allows: low answers at once; high writes one real intermediate result
 (column sums with carries, the sorted halves); max works every step out, lowest digit first.
 
-Invariant: the answer follows from the last scratch step by copying alone.
-Refuses: nothing; difficulty is checked by `Generated`.
+Invariant: at max effort no step needs more than single digits or one comparison, and the answer is a copy of what
+the scratch holds. Refuses: problems that copying would solve (a sorted word, a palindrome).
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from nonet.sandbox import LocalSandbox
-from nonet.types import Message, Sandbox, SandboxRecipe, Task, UserError
+from nonet.sandbox import run_python
+from nonet.types import Message, Sandbox, Task, UserError
 
 TIMEOUT_S = 1.0
 BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
@@ -22,9 +22,12 @@ BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 # Runs in the child. What it uses afterwards it binds before the answer gets to run.
 CHILD = """
 import json, os, sys
-def main(code, name, inputs, mark, dumps=json.dumps, write=os.write, stdout=sys.stdout):
+def main(code, name, inputs, mark, dumps=json.dumps, write=os.write, stdout=sys.stdout, leave=os._exit):
     names = {"__name__": "answer"}
-    exec(compile(code, "answer.py", "exec"), names)
+    try:
+        exec(compile(code, "answer.py", "exec"), names)
+    except BaseException:
+        leave(1)
     results = []
     for args in inputs:
         try:
@@ -54,7 +57,7 @@ def python_tests(task: Task, transcript: Sequence[Message], sandbox: Sandbox | N
     function = task.data.get("function", "f")
     text = next((m.text for m in reversed(transcript) if m.role == "assistant"), "")
     code = code_of(text, function)
-    if f"{function}" not in code:
+    if function not in code:
         return 0.0
     results = _run(code, function, _needed(task, "inputs"), sandbox)
     return float(results is not None and same(results, [[value] for value in expected]))
@@ -70,11 +73,7 @@ def _run(code: str, function: str, inputs: Any, sandbox: Sandbox | None) -> list
     """The results as one-element lists, or None if the child did not deliver them all."""
     mark = secrets.token_hex(8)
     program = CHILD % json.dumps([code, function, inputs, mark])
-    if sandbox is None:
-        with LocalSandbox(SandboxRecipe()) as own:
-            run = own.run_python(program, TIMEOUT_S)
-    else:
-        run = sandbox.run_python(program, TIMEOUT_S)
+    run = (run_python if sandbox is None else sandbox.run_python)(program, timeout_s=TIMEOUT_S)
     parts = run.stdout.split(mark)
     if len(parts) < 3:
         return None

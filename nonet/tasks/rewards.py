@@ -13,7 +13,7 @@ import difflib
 import re
 from collections.abc import Sequence
 from decimal import Decimal
-from typing import Any
+from typing import Any, cast
 
 from nonet.tasks import attribute
 from nonet.tasks.python_tests import python_tests
@@ -88,7 +88,7 @@ def load_reward(spec: str) -> Reward:
         found = attribute.load(spec, "--reward")
         if not callable(found):
             raise UserError(f"--reward {spec!r}: is not a function")
-        return found
+        return cast(Reward, found)
     if spec not in REWARDS:
         near = difflib.get_close_matches(spec, REWARDS, n=1, cutoff=0.0)[0]
         raise UserError(f"reward {spec!r}: no such reward; did you mean {near!r}? Your own: pkg.module:function")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from random import Random
@@ -115,11 +115,12 @@ class Mixture:
     def __init__(self, name: str, sources: Sequence[TaskSource]):
         if not sources:
             raise UserError(f"tasks {name!r}: names no source")
-        self._by_name = {source.name: source for source in sources}
-        if len(self._by_name) < len(sources):
-            raise UserError(f"tasks {name!r}: names a source twice")
         self.name = name
         self.sources = tuple(sources)
+        names = [member.name for member in self.members()]
+        twice = next((n for n in names if names.count(n) > 1), None)
+        if twice is not None:
+            raise UserError(f"tasks {name!r}: names {twice!r} twice")
         domains = {source.domain for source in sources}
         self.domain = domains.pop() if len(domains) == 1 else "mixed"
 
@@ -129,14 +130,15 @@ class Mixture:
         return self.sources[which].task(split, inner, effort)
 
     def demonstrate(self, task: Task) -> list[Message] | None:
-        return self.source_of(task).demonstrate(task)
+        for source in self.members():
+            if task.id.startswith(f"{source.name}/"):
+                return source.demonstrate(task)
+        raise UserError(f"task {task.id}: comes from none of {', '.join(source.name for source in self.members())}")
 
-    def source_of(self, task: Task) -> TaskSource:
-        """The member a task came from, by its id."""
+    def members(self) -> Iterator[TaskSource]:
+        """The sources themselves, those of inner mixtures included."""
         for source in self.sources:
             if isinstance(source, Mixture):
-                if any(task.id.startswith(f"{inner.name}/") for inner in source.sources):
-                    return source
-            elif task.id.startswith(f"{source.name}/"):
-                return source
-        raise UserError(f"task {task.id}: comes from none of {', '.join(self._by_name)}")
+                yield from source.members()
+            else:
+                yield source

@@ -36,9 +36,7 @@ class Step:
 def expression(steps: list[Step]) -> str:
     """The steps as one expression of the variable.
 
-    >>> rng = Random(0)
-    >>> expression([_fixed("double", "int", "int", "{}*2", TERM, TERM, lambda v: v * 2)(rng, "")])
-    'x*2'
+    "add 3, then double" is `(x+3)*2`, while "double, then add 3" needs no parentheses: `x*2+3`.
     """
     out, binds = VARIABLES[steps[0].takes], ATOM
     for step in steps:
@@ -82,11 +80,14 @@ def _constant(
     return make
 
 
-def _letter(name: str, words: str, template: str, rank: tuple[int, int], apply: Callable[[str, str], Any]) -> Maker:
+def _letter(
+    name: str, kind: tuple[str, str], words: str, template: str, rank: tuple[int, int],
+    apply: Callable[[str, str], Any],
+) -> Maker:  # fmt: skip
     def make(rng: Random, letters: str) -> Step:
         c = rng.choice(letters)
         text = words.replace("#", c), template.replace("#", c)
-        return Step(name, "str", "int" if name == "count" else "str", *text, *rank, lambda value: apply(value, c))
+        return Step(name, *kind, *text, *rank, lambda value: apply(value, c))
 
     return make
 
@@ -97,7 +98,7 @@ def _replace(rng: Random, letters: str) -> Step:
     return Step("replace", "str", "str", *text, ATOM, ATOM, lambda value: value.replace(old, new))
 
 
-_II, _SS, _LL = ("int", "int"), ("str", "str"), ("list", "list")
+_II, _SS, _LL, _LI, _SI = ("int", "int"), ("str", "str"), ("list", "list"), ("list", "int"), ("str", "int")
 
 ARITH: tuple[Maker, ...] = (
     _fixed("double", *_II, "{}*2", TERM, TERM, lambda v: v * 2),
@@ -117,9 +118,9 @@ STRINGS: tuple[Maker, ...] = (
     _constant("drop first", _SS, "drop first #", "{}[#:]", (ATOM, ATOM), (1, 3), lambda v, n: v[n:]),
     _constant("drop last", _SS, "drop last #", "{}[:-#]", (ATOM, ATOM), (1, 3), lambda v, n: v[:-n]),
     _constant("keep first", _SS, "keep first #", "{}[:#]", (ATOM, ATOM), (1, 4), lambda v, n: v[:n]),
-    _letter("append", "append #", "{}+'#'", (SUM, SUM), lambda v, c: v + c),
-    _letter("prepend", "prepend #", "'#'+{}", (SUM, SUM), lambda v, c: c + v),
-    _letter("remove", "remove #", "{}.replace('#','')", (ATOM, ATOM), lambda v, c: v.replace(c, "")),
+    _letter("append", _SS, "append #", "{}+'#'", (SUM, SUM), lambda v, c: v + c),
+    _letter("prepend", _SS, "prepend #", "'#'+{}", (SUM, SUM), lambda v, c: c + v),
+    _letter("remove", _SS, "remove #", "{}.replace('#','')", (ATOM, ATOM), lambda v, c: v.replace(c, "")),
     _replace,
 )
 LISTS: tuple[Maker, ...] = (
@@ -146,8 +147,13 @@ FOLDS: tuple[Maker, ...] = (  # a list becomes a number
     _fixed("length", "list", "int", "len({})", SUM, ATOM, len),
     _fixed("first", "list", "int", "{}[0]", ATOM, ATOM, lambda v: v[0]),
     _fixed("last", "list", "int", "{}[-1]", ATOM, ATOM, lambda v: v[-1]),
-)
+    _constant("count over", _LI, "count over #", "sum(x># for x in {})", (SUM, ATOM), (3, 45),
+              lambda v, n: sum(x > n for x in v)),
+    _constant("count under", _LI, "count under #", "sum(x<# for x in {})", (SUM, ATOM), (5, 47),
+              lambda v, n: sum(x < n for x in v)),
+)  # fmt: skip
 MEASURES: tuple[Maker, ...] = (  # a string becomes a number
     _fixed("length", "str", "int", "len({})", SUM, ATOM, len),
-    _letter("count", "count #", "{}.count('#')", (ATOM, ATOM), lambda v, c: v.count(c)),
+    _letter("count", _SI, "count #", "{}.count('#')", (ATOM, ATOM), lambda v, c: v.count(c)),
+    _letter("find", _SI, "find #", "{}.find('#')", (ATOM, ATOM), lambda v, c: v.find(c)),
 )

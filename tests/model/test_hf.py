@@ -309,6 +309,8 @@ def test_overflow_of_the_wanted_dtype_is_not_silent(directory: Path):
     edit_weights(directory, lambda w: w["model.norm.weight"][:1].fill_(1e6))
     with pytest.raises(UserError, match=r"model\.norm\.weight has 1 non-finite of 32 values as float16"):
         hf.load(directory, torch.float16)
+    with pytest.raises(UserError, match=r"model\.norm\.weight has 1 non-finite of 32 values as float16"):
+        hf.save(hf.load(directory), directory / "half", torch.float16)
 
 
 @pytest.mark.parametrize("keep", [0, 4, 500, 0.5, 0.999])

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from nonet.model import SequenceState, hf
+from nonet.model import Model, ModelConfig, Rope, SequenceState, hf
+from nonet.model.model import initialise
 
 transformers = pytest.importorskip("transformers")
 
@@ -123,3 +124,23 @@ def test_older_spelling_of_rope(tmp_path: Path):
     assert hf.read_config(tmp_path) == modern
     assert modern.rope is not None
     assert (modern.rope.theta, modern.rope.scaling) == (50000.0, "llama3")
+
+
+def test_transformers_loads_the_backbone_beside_an_mtp_layer(tmp_path: Path):
+    config = ModelConfig(
+        vocab_size=211,
+        d_model=48,
+        layers=2,
+        d_ff=64,
+        heads=4,
+        kv_heads=2,
+        mixers=("gqa", "gqa"),
+        activation="silu",
+        rope=Rope(),
+        mtp_layers=1,
+    )
+    ours = initialise(Model(config), 0)
+    hf.save(ours, tmp_path)
+    assert hf.load(tmp_path).mtp is not None
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    assert difference(theirs, ours) < 1e-5

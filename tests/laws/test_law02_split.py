@@ -1,0 +1,176 @@
+"""Law 2: splitting a forward anywhere changes nothing, for every kind of layer memory, ragged or not."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import tiny
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nonet.model import Model, Rope, SequenceState
+
+T, VOCAB = 23, 61
+MODELS = {
+    "hybrid": dict(kind="hybrid"),
+    "hybrid without mla": dict(kind="hybrid", layers=2, mixers=("kda", "kda")),
+    "gqa, llama3 rope, qk norm": dict(kind="gqa"),
+    "gqa, linear rope, one kv head": dict(kind="gqa", rope=Rope(scaling="linear", factor=3.0), qk_norm=False, kv_heads=1),
+    "everything": dict(kind="gqa", layers=3, mixers=("gqa", "mla", "kda"), kda_head_dim=8, decay_rank=4),
+}
+every_model = pytest.mark.parametrize("name", MODELS)
+EXACT = dict(rtol=1e-9, atol=1e-9)
+CLUTTER = 1e3
+
+
+@cache
+def model(name: str) -> Model:
+    return tiny.model(**MODELS[name], vocab=VOCAB, dtype=torch.float64)
+
+
+@cache
+def whole(name: str) -> Tensor:
+    """hidden_TD of the reference sequence, in one forward without a state."""
+    with torch.no_grad():
+        return model(name)(tiny.tokens(1, T, vocab=VOCAB))[0]
+
+
+def empty(m: Model, batch: int, capacity: int) -> SequenceState:
+    """A state whose free slots hold clutter, as after other requests; masks must never let it through."""
+    state = SequenceState.new(m.config, batch, capacity, torch.float64)
+    for layer in state.layers:
+        for name in layer.keys() & {"k", "v", "latent"}:
+            layer[name].fill_(CLUTTER)
+    return state
+
+
+@every_model
+@given(cuts=st.sets(st.integers(1, T - 1), max_size=6))
+@example(cuts=set(range(1, T)))
+@example(cuts={T - 1})
+def test_any_cuts_give_the_same_hidden_states(name, cuts):
+    m, tokens = model(name), tiny.tokens(1, T, vocab=VOCAB)
+    edges = [0, *sorted(cuts), T]
+    state = empty(m, 1, T)
+    with torch.no_grad():
+        pieces = [m(tokens[:, a:b], state) for a, b in zip(edges, edges[1:], strict=False)]
+    torch.testing.assert_close(torch.cat(pieces, 1)[0], whole(name), **EXACT)
+
+
+@st.composite
+def plans(draw) -> list[list[int]]:
+    """Per call, how many real tokens each of three rows gets (zero allowed)."""
+    calls = draw(st.integers(1, 5))
+    return draw(st.lists(st.tuples(*[st.integers(0, 4)] * 3).map(list), min_size=calls, max_size=calls))
+
+
+@every_model
+@given(plan=plans(), spare=st.sampled_from([0, 1, 9]))
+@example(plan=[[4, 4, 4], [4, 1, 0], [3, 4, 2], [0, 0, 4]], spare=0)
+@example(plan=[[2, 1, 1], [2, 3, 1]], spare=0)  # padding beside a real token in the last slot
+def test_ragged_batches_with_right_padding_and_no_room_to_spare(name, plan, spare):
+    """Each row of a padded batch must live as if alone; capacity is what the longest row needs, plus `spare`."""
+    plan = [call for call in plan if max(call)]
+    if not plan:
+        return
+    m, tokens = model(name), tiny.tokens(1, T, vocab=VOCAB)[0]
+    capacity = max(sum(call[b] for call in plan) for b in range(3)) + spare
+    state, fed, seen = empty(m, 3, capacity), [0, 0, 0], [[], [], []]
+    for call in plan:
+        padded = torch.full((3, max(call)), VOCAB - 1)
+        for b, n in enumerate(call):
+            padded[b, :n] = tokens[fed[b] : fed[b] + n]
+        with torch.no_grad():
+            hidden = m(padded, state, torch.tensor(call))
+        for b, n in enumerate(call):
+            seen[b].append(hidden[b, :n])
+            fed[b] += n
+    assert state.lengths_B.tolist() == fed
+    for b in range(3):
+        torch.testing.assert_close(torch.cat(seen[b]), whole(name)[: fed[b]], **EXACT)
+
+
+@every_model
+def test_padding_is_invisible_without_a_state(name):
+    m, tokens = model(name), tiny.tokens(3, T, vocab=VOCAB)
+    counts = torch.tensor([T, 5, 12])
+    with torch.no_grad():
+        junk = torch.where(torch.arange(T) < counts[:, None], tokens, 7)
+        hidden = m(junk)
+        for b, n in enumerate(counts.tolist()):
+            torch.testing.assert_close(hidden[b, :n], m(tokens[b : b + 1, :n])[0], **EXACT)
+
+
+# ------------------------------------------------- states are moved around while sequences grow
+
+
+def grown(m: Model, lengths: list[int], capacity: int = T) -> SequenceState:
+    """One row per length, each holding that many tokens of the reference sequence."""
+    tokens = tiny.tokens(1, T, vocab=VOCAB)[0]
+    state = empty(m, len(lengths), capacity)
+    padded = torch.zeros(len(lengths), max(lengths), dtype=torch.long)
+    for b, n in enumerate(lengths):
+        padded[b, :n] = tokens[:n]
+    with torch.no_grad():
+        m(padded, state, torch.tensor(lengths))
+    return state
+
+
+def assert_continues(name: str, state: SequenceState, lengths: list[int]) -> None:
+    """Feeding each row its next two tokens gives the reference hidden states."""
+    assert state.lengths_B.tolist() == lengths
+    tokens = tiny.tokens(1, T, vocab=VOCAB)[0]
+    with torch.no_grad():
+        hidden = model(name)(torch.stack([tokens[n : n + 2] for n in lengths]), state)
+    for b, n in enumerate(lengths):
+        torch.testing.assert_close(hidden[b], whole(name)[n : n + 2], **EXACT)
+
+
+@every_model
+def test_select_copies_rows_in_the_order_given(name):
+    state = grown(model(name), [3, 9, 6])
+    chosen = state.select([2, 0, 2])
+    assert_continues(name, chosen, [6, 3, 6])
+    assert_continues(name, state, [3, 9, 6])  # the copy left the original alone
+
+
+@every_model
+def test_rows_are_a_view(name):
+    state = grown(model(name), [3, 9, 6])
+    assert_continues(name, state.rows(1, 3), [9, 6])
+    assert state.lengths_B.tolist() == [3, 11, 8]
+    assert_continues(name, state, [3, 11, 8])
+
+
+@every_model
+def test_move_and_resize_keep_what_sequences_remember(name):
+    state = grown(model(name), [3, 9, 6])
+    state.move(2, 0)
+    assert_continues(name, state.resized(4, T + 40).rows(0, 3), [6, 9, 6])
+    assert_continues(name, state.resized(2, 11), [6, 9])
+
+
+@every_model
+@pytest.mark.parametrize("room", [8, T, 40])
+def test_write_copies_between_states_of_different_room(name, room):
+    target = grown(model(name), [12, 2, 7], capacity=30)
+    target.write(1, grown(model(name), [6, 5], capacity=room))
+    assert_continues(name, target, [12, 6, 5])
+
+
+def test_a_state_without_room_is_refused():
+    m = model("hybrid")
+    state = grown(m, [4], capacity=6)
+    with pytest.raises(ValueError, match="room for 6 positions, this call needs 7"):
+        m(tiny.tokens(1, 3), state)
+
+
+def test_state_size_is_the_config_arithmetic():
+    for name in MODELS:
+        config = model(name).config
+        small, large = (SequenceState.new(config, 2, n, torch.float32) for n in (16, 80))
+        assert large.bytes - small.bytes == 2 * 64 * config.cache_bytes_per_token()
+        assert small.bytes == 2 * (16 * config.cache_bytes_per_token() + config.state_bytes())
