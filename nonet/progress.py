@@ -15,7 +15,9 @@ _LINE_EVERY_S = 15.0
 
 @contextmanager
 def progress(title: str, total: int, start: int = 0) -> Iterator[Callable[[int, str], None]]:
-    """Yields update(done, note). `start` is work done by an earlier, interrupted run (it does not count for the ETA)."""
+    """Yields update(done, note). `start` is work done by an earlier, interrupted run (it does not count for the
+    ETA).
+    """
     console = Console(file=sys.stderr)
     if console.is_terminal:
         with _bar(console) as bar:
@@ -27,7 +29,9 @@ def progress(title: str, total: int, start: int = 0) -> Iterator[Callable[[int, 
 
 def _bar(console: Console) -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, TextColumn("left"), TimeRemainingColumn(), TextColumn("{task.fields[note]}"), console=console)
+    return Progress(
+        *columns, TextColumn("left"), TimeRemainingColumn(), TextColumn("{task.fields[note]}"), console=console
+    )
 
 
 def _lines(title: str, total: int, start: int) -> Callable[[int, str], None]:

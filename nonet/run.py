@@ -31,6 +31,7 @@ class Run:
         self.path.mkdir(parents=True, exist_ok=True)
         self._events = self.path / "events.jsonl"
         self._repair_events()
+        self._repair_checkpoints()
         if resolved is not None:
             self._settle(resolved)
 
@@ -87,16 +88,26 @@ class Run:
         for file in partial.rglob("*"):
             if file.is_file():
                 _fsync(file)
+        replaced = final.with_name(f".{name}.replaced")
         if final.exists():
-            shutil.rmtree(final)
+            shutil.rmtree(replaced, ignore_errors=True)
+            final.rename(replaced)
         partial.rename(final)
+        shutil.rmtree(replaced, ignore_errors=True)
         _fsync(final.parent)
         return final
+
+    def _repair_checkpoints(self) -> None:
+        """Bring back a checkpoint whose replacement a crash prevented."""
+        for replaced in (self.path / "checkpoints").glob(".*.replaced"):
+            final = replaced.with_name(replaced.name[1 : -len(".replaced")])
+            if not final.exists():
+                replaced.rename(final)
 
     def checkpoints(self, prefix: str) -> list[Path]:
         """Whole checkpoints named PREFIX-NUMBER, oldest first."""
         root = self.path / "checkpoints"
-        found = [p for p in root.glob(f"{prefix}-*") if p.is_dir()] if root.exists() else []
+        found = [p for p in root.glob(f"{prefix}-*") if p.is_dir() and p.name[len(prefix) + 1 :].isdigit()]
         return sorted(found, key=lambda p: int(p.name.rsplit("-", 1)[1]))
 
     def prune(self, prefix: str, keep: int) -> None:

@@ -223,9 +223,15 @@ class Trajectory:
         return tuple(t for s in self.segments for t in s.tokens)
 
     def append(self, segment: Segment) -> None:
-        """Add a segment; policy words under the version of the last segment extend it, so pauses leave no trace there."""
+        """Add a segment; policy words under the version of the last segment extend it, so pauses leave no trace
+        there.
+        """
         last = self.segments[-1] if self.segments else None
-        if last is None or (last.author, segment.author) != ("policy", "policy") or last.policy_version != segment.policy_version:
+        if (
+            last is None
+            or (last.author, segment.author) != ("policy", "policy")
+            or last.policy_version != segment.policy_version
+        ):
             self.segments.append(segment)
         else:
             names = ("tokens", "logprobs", "raw_logprobs")
@@ -263,7 +269,13 @@ class Trajectory:
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Trajectory:
         segments = [
-            Segment(**{k: tuple(v) if isinstance(v, list) else v for k, v in s.items()}) for s in data["segments"]
+            Segment(
+                s["author"],
+                *(tuple(s[k]) for k in ("tokens", "logprobs", "raw_logprobs")),
+                policy_version=s["policy_version"],
+                texts=tuple(s["texts"]),
+            )
+            for s in data["segments"]
         ]
         return Trajectory(**{**data, "segments": segments})
 
@@ -281,7 +293,7 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
+        if not self.temperature >= 0:  # also refuses nan
             raise UserError(f"temperature = {self.temperature}: must be 0 (greedy) or positive")
         if self.top_k < 0:
             raise UserError(f"top_k = {self.top_k}: must be 0 (off) or a positive count")

@@ -33,7 +33,9 @@ KINDS: dict[str, dict[str, Any]] = {"hybrid": HYBRID, "gqa": GQA}
 DRILL = 4
 
 
-def model(kind: str = "hybrid", vocab: int = 61, seed: int = 0, dtype: torch.dtype = torch.float32, **over: Any) -> Model:
+def model(
+    kind: str = "hybrid", vocab: int = 61, seed: int = 0, dtype: torch.dtype = torch.float32, **over: Any
+) -> Model:
     """A model in which no parameter is zero or one, so that none can be forgotten without a trace."""
     made = initialise(Model(ModelConfig(vocab_size=vocab, **{**KINDS[kind], **over})), seed)
     noise = torch.Generator().manual_seed(seed + 1)
@@ -61,7 +63,9 @@ def texts() -> list[str]:
 
 
 def setting(tokenizer: Tokenizer, **over: Any) -> Setting:
-    return Setting(**{"source": source(), "spec": load_spec("terse"), "tokenizer": tokenizer, "efforts": ("low",), **over})
+    return Setting(
+        **{"source": source(), "spec": load_spec("terse"), "tokenizer": tokenizer, "efforts": ("low",), **over}
+    )
 
 
 def demonstration_row(tokenizer: Tokenizer, index: int) -> Row:
@@ -79,7 +83,9 @@ def demonstration_row(tokenizer: Tokenizer, index: int) -> Row:
 
 def drilled(tokenizer: Tokenizer, steps: int = 30) -> Model:
     """A hybrid policy with an MTP layer that has seen a few demonstrations many times."""
-    made = initialise(Model(ModelConfig(vocab_size=tokenizer.vocab_size, mtp_layers=1, **{**HYBRID, "init_std": 0.1})), 0)
+    made = initialise(
+        Model(ModelConfig(vocab_size=tokenizer.vocab_size, mtp_layers=1, **{**HYBRID, "init_std": 0.1})), 0
+    )
     rows = [demonstration_row(tokenizer, i) for i in range(DRILL)]
     optimizer = torch.optim.AdamW(made.parameters(), lr=1e-2, betas=(0.9, 0.95))
     for _ in range(steps):

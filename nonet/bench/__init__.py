@@ -22,7 +22,9 @@ from nonet.types import UserError
 
 
 def run_bench(name: str, as_json: bool) -> None:
-    """Run one bench and print what it found: one line of JSON as the last line, or a table. "list" names the benches."""
+    """Run one bench and print what it found: one line of JSON as the last line, or a table. "list" names the
+    benches.
+    """
     known = benches()
     if name == "list":
         print(json.dumps(known) if as_json else "\n".join(f"{n:12} {about}" for n, about in known.items()))

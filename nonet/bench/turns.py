@@ -57,7 +57,9 @@ class WorkerFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Turn:
-    """One step: wall seconds from "go" to the answer, the worker's own figures, CPU seconds the other used meanwhile."""
+    """One step: wall seconds from "go" to the answer, the worker's own figures, CPU seconds the other used
+    meanwhile.
+    """
 
     seconds: float
     figures: Mapping[str, float]

@@ -60,7 +60,8 @@ class Tokenizer:
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """One printable string per token; a character split over several tokens is shown on the last of them."""
-        out, shown, pending = [], "", []
+        out: list[str] = []
+        pending: list[int] = []
         for i in ids:
             pending.append(i)
             text = self.decode(pending)
@@ -83,9 +84,11 @@ class Tokenizer:
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
-        """Every id that ends a completion: generation_config's (one or several), the tokenizer's EOS, the turn's end."""
-        ids = self.generation.get("eos_token_id") or []
-        found = set(ids if isinstance(ids, list) else [ids])
+        """Every id that ends a completion: generation_config's (one or several), the tokenizer's EOS, the
+        turn's end.
+        """
+        ids = self.generation.get("eos_token_id")  # id 0 is an id like any other
+        found = set(ids if isinstance(ids, list) else [] if ids is None else [ids])
         eos = _token_text(self.config.get("eos_token"))
         if eos is not None:
             found.add(self._id_of(eos, "eos_token"))

@@ -1,6 +1,7 @@
 """Train a byte-level BPE tokenizer and write it as a Hugging Face directory with a plain chat template.
 
-Digits are single tokens, so that arithmetic is written column by column; runs of lower-case letters never merge with their
+Digits are single tokens, so that arithmetic is written column by column; runs of lower-case letters never merge with
+their
 surroundings, so that a word is the same tokens wherever it is quoted, copied or called; every byte has a token.
 """
 
@@ -45,7 +46,12 @@ def train(texts: Iterable[str], vocab_size: int, out: Path, phrases: Sequence[st
     core.add_tokens([AddedToken(p, normalized=False) for p in phrases])
     out.mkdir(parents=True, exist_ok=True)
     core.save(str(out / "tokenizer.json"))
-    config = {"eos_token": END, "pad_token": PAD, "chat_template": TEMPLATE, "tokenizer_class": "PreTrainedTokenizerFast"}
+    config = {
+        "eos_token": END,
+        "pad_token": PAD,
+        "chat_template": TEMPLATE,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
     (out / "tokenizer_config.json").write_text(json.dumps(config, indent=1))
     ends = {"eos_token_id": core.token_to_id(END), "pad_token_id": core.token_to_id(PAD)}
     (out / "generation_config.json").write_text(json.dumps(ends, indent=1))

@@ -1,6 +1,7 @@
 """Continuous batching over one model: many requests decode together, each as if alone.
 
-The rows that decode are always the first `len(self._active)` rows of one SequenceState, so a step works on views; a row that
+The rows that decode are always the first `len(self._active)` rows of one SequenceState, so a step works on views; a
+row that
 ends is filled by the last. Three things save prefill: equal prompts waiting together are computed once; a finished
 request that was submitted with `hold` keeps its state, and the next request whose tokens extend it starts from there;
 both are dropped by `load`, because memory written by other weights would lie.
@@ -66,6 +67,7 @@ class Engine:
         self.model, self.max_batch, self.deterministic, self.version = model, max_batch, deterministic, version
         self._waiting: deque[Request] = deque()
         self._active: list[_Row] = []
+        self._in_flight: dict[str, None] = {}  # ids of both, in order of arrival
         self._held: dict[str, _Held] = {}
         self._state: SequenceState | None = None
         self._gathered = 0
@@ -79,6 +81,10 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         config = self.model.config
+        if request.id in self._in_flight:
+            raise UserError(
+                f"request {request.id}: a request of this id is in flight; ids must be unique until they end"
+            )
         if not request.tokens:
             raise UserError(f"request {request.id}: no tokens; a completion needs at least one token of context")
         if request.max_tokens < 1:
@@ -88,8 +94,10 @@ class Engine:
                 f"request {request.id}: {len(request.tokens)} tokens + max_tokens {request.max_tokens} = {total} "
                 f"exceeds the model's {config.max_position} positions"
             )
-        if (worst := max(request.tokens)) >= config.vocab_size or min(request.tokens) < 0:
-            raise UserError(f"request {request.id}: token id {worst} outside the vocabulary of {config.vocab_size}")
+        for worst in (max(request.tokens), min(request.tokens)):
+            if not 0 <= worst < config.vocab_size:
+                raise UserError(f"request {request.id}: token id {worst} outside the vocabulary of {config.vocab_size}")
+        self._in_flight[request.id] = None
         self._waiting.append(request)
 
     @torch.inference_mode()
@@ -116,13 +124,17 @@ class Engine:
         """Stop everything in flight; each request comes back as an honest partial Completion, in order of arrival."""
         partial = [self._completion(row, "paused") for row in self._active]
         partial += [Completion(r.id, (), (), (), "paused", self.version) for r in self._waiting]
+        arrival = {name: i for i, name in enumerate(self._in_flight)}
         self._active, self._state, self._gathered = [], None, 0
         self._waiting.clear()
+        self._in_flight.clear()
         self._held.clear()
-        return partial
+        return sorted(partial, key=lambda c: arrival[c.id])
 
+    @torch.inference_mode()
     def abort(self, request_id: str) -> None:
         """Forget a request wherever it is."""
+        self._in_flight.pop(request_id, None)
         self._waiting = deque(r for r in self._waiting if r.id != request_id)
         self._held.pop(request_id, None)
         for i, row in enumerate(self._active):
@@ -187,6 +199,8 @@ class Engine:
                 ended.append((offset + i, "length"))
         completions = [self._completion(self._active[i], reason) for i, reason in ended]
         if ended:
+            for c in completions:
+                del self._in_flight[c.id]
             self._hold([i for i, _ in ended if self._active[i].request.hold])
             self._remove([i for i, _ in ended])
         return completions
@@ -271,7 +285,8 @@ class Engine:
         if self._state is None:
             self._state = self._new_state(min(self.max_batch, max(batch, 8)), capacity)
         elif batch > self._state.batch or capacity > self._state.capacity:
-            rows = self._state.batch if batch <= self._state.batch else min(self.max_batch, max(batch, 2 * self._state.batch))
+            enough = batch <= self._state.batch
+            rows = self._state.batch if enough else min(self.max_batch, max(batch, 2 * self._state.batch))
             self._state = self._state.resized(rows, max(self._state.capacity, _rounded(capacity)))
 
     def _new_state(self, batch: int, capacity: int) -> SequenceState:

@@ -48,17 +48,25 @@ def sample(logits_BW: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor, Tenso
 
 
 def _transform(raw_BW: Tensor, rows: SamplingRows) -> Tensor:
-    """Log-probs after temperature, then top-k, then top-p, renormalised."""
+    """Log-probs after temperature, then top-k, then top-p, renormalised.
+
+    A step touches only the rows that ask for it: what a row gets, to the last bit, is no business of its batch-mates.
+    """
     plain = (rows.temperature == 1) & (rows.top_k == 0) & (rows.top_p == 1)
     if plain.all():
         return raw_BW
     temperature = np.where(rows.temperature == 0, 1.0, rows.temperature)
-    shaped = (raw_BW / torch.from_numpy(temperature).to(raw_BW).unsqueeze(1)).log_softmax(-1)
+    scaled_BW = (raw_BW / torch.from_numpy(temperature).to(raw_BW).unsqueeze(1)).log_softmax(-1)
+    shaped_BW = _only(rows.temperature != 1, scaled_BW, raw_BW)
     if (rows.top_k > 0).any():
-        shaped = _keep_top_k(shaped, rows.top_k)
+        shaped_BW = _only(rows.top_k > 0, _keep_top_k(shaped_BW, rows.top_k), shaped_BW)
     if (rows.top_p < 1).any():
-        shaped = _keep_top_p(shaped, rows.top_p)
-    return shaped
+        shaped_BW = _only(rows.top_p < 1, _keep_top_p(shaped_BW, rows.top_p), shaped_BW)
+    return shaped_BW
+
+
+def _only(asked_B: np.ndarray, new_BW: Tensor, old_BW: Tensor) -> Tensor:
+    return torch.where(torch.from_numpy(asked_B).to(old_BW.device).unsqueeze(1), new_BW, old_BW)
 
 
 def _keep_top_k(logp_BW: Tensor, top_k: np.ndarray) -> Tensor:
@@ -71,7 +79,7 @@ def _keep_top_k(logp_BW: Tensor, top_k: np.ndarray) -> Tensor:
 
 def _keep_top_p(logp_BW: Tensor, top_p: np.ndarray) -> Tensor:
     """The smallest set of most likely tokens whose mass reaches top_p."""
-    ordered, order = logp_BW.sort(-1, descending=True, stable=True)
+    ordered, order = logp_BW.sort(dim=-1, descending=True, stable=True)
     mass = ordered.exp()
     before = mass.cumsum(-1) - mass
     drop = before >= torch.from_numpy(top_p).to(mass).unsqueeze(1)

@@ -34,7 +34,9 @@ class Episode:
         return self.tokenizer.prompt([{"role": m.role, "content": m.text} for m in self.transcript])
 
     def observe(self, turn: Sequence[int]) -> Segment | None:
-        """Take the policy's finished turn (its end token included). Returns the tool segment that follows, or None at the end."""
+        """Take the policy's finished turn (its end token included). Returns the tool segment that follows, or
+        None at the end.
+        """
         message, error = self._read(turn)
         if error is None and not message.calls:
             self.stop_reason = "stop"
@@ -74,6 +76,7 @@ class Episode:
     ) -> Episode:
         """The episode as it stood at the trajectory's last token; a turn still being written is left to its writer."""
         episode = Episode(task, spec, tokenizer, open_sandbox(task, trajectory.sandbox))
+        turn: list[int] = []
         for author, run in groupby(trajectory.segments, key=lambda s: s.author):
             segments = list(run)
             if author == "policy":
@@ -87,7 +90,8 @@ class Episode:
 def demonstration(
     task: Task, turns: Sequence[Message], spec: HarnessSpec, tokenizer: Tokenizer, sandbox: Sandbox | None
 ) -> tuple[list[int], list[bool], Episode]:
-    """Token ids of a worked solution exactly as a rollout would see them, with True on what the policy must learn to write.
+    """Token ids of a worked solution exactly as a rollout would see them, with True on what the policy must learn to
+    write.
 
     Tool results come from really running the calls. Raises ValueError if the episode ends before the turns do.
     """
@@ -100,7 +104,9 @@ def demonstration(
         mask += [True] * len(written)
         result = episode.observe(written)
         if (result is None) != (i == len(turns) - 1):
-            raise ValueError(f"demonstration of {task.id}: episode {'ended early' if result is None else 'goes on'} at turn {i}")
+            raise ValueError(
+                f"demonstration of {task.id}: episode {'ended early' if result is None else 'goes on'} at turn {i}"
+            )
         if result is not None:
             ids += result.tokens
             mask += [False] * len(result.tokens)

@@ -66,11 +66,11 @@ def _add_text(parts: list[Part], text: str) -> None:
 def _read_call(body: str) -> ToolCall | str:
     try:
         data = json.loads(body)
-    except (json.JSONDecodeError, RecursionError) as e:
+    except (ValueError, RecursionError) as e:  # not only JSONDecodeError: a number may have too many digits
         return f"the tool call is not JSON: {e}"
     if not isinstance(data, dict) or not isinstance(data.get("name"), str):
         return 'a tool call needs {"name": "...", "arguments": {...}}'
     arguments = data.get("arguments", {})
     if not isinstance(arguments, dict):
-        return f"the arguments of {data['name']} must be a JSON object"
+        return f"the arguments of {data['name'][:40]!r} must be a JSON object"
     return ToolCall(data["name"], arguments)

@@ -1,7 +1,7 @@
 """Supervised training that survives `kill -9`: every batch is a pure function of its step.
 
 Loss: mean cross-entropy over the masked-in tokens, plus mtp_weight times the same two tokens ahead (DeepSeek-V3 /
-K3 multi-token prediction). Optimiser: AdamW, linear warm-up and linear decay.
+K3 multi-token prediction). Optimiser: Muon and AdamW (`model.optimizer`), linear warm-up and linear decay.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -18,21 +19,23 @@ from torch.nn import functional as F
 
 from nonet.config import Config
 from nonet.model import Model
+from nonet.model.optimizer import Optimizer
 from nonet.progress import progress
 from nonet.run import Run
 
 
 class LMConfig(Config):
-    steps: int = Field(900, ge=1)
-    batch: int = Field(16, ge=1)
-    lr: float = Field(4e-3, gt=0)
-    warmup: int = Field(30, ge=0)
-    decay_to: float = Field(0.05, ge=0, le=1)  # learning rate at the end, as a share of lr
+    steps: int = Field(default=900, ge=1)
+    batch: int = Field(default=16, ge=1)
+    optimizer: Literal["muon", "adamw"] = "muon"
+    lr: float = Field(default=4e-3, gt=0)
+    warmup: int = Field(default=30, ge=0)
+    decay_to: float = Field(default=0.05, ge=0, le=1)  # learning rate at the end, as a share of lr
     betas: tuple[float, float] = (0.9, 0.98)
     weight_decay: float = 0.01
     grad_clip: float = 1.0
-    mtp_weight: float = Field(0.1, ge=0)
-    block: int = Field(16, ge=1)  # batches drawn together and grouped by length
+    mtp_weight: float = Field(default=0.1, ge=0)
+    block: int = Field(default=16, ge=1)  # batches drawn together and grouped by length
     save_every_s: float = 30.0
 
 
@@ -49,9 +52,7 @@ Rows = Callable[[int, int], list[Row]]  # (first index, count) -> rows; a pure f
 
 def train(model: Model, rows: Rows, config: LMConfig, run: Run, stage: str) -> None:
     """Train in place, logging to the run; continues from the stage's last checkpoint if there is one."""
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
-    )
+    optimizer = Optimizer(model.named_parameters(), config.optimizer, config.lr, config.betas, config.weight_decay)
     start, seconds = _restore(model, optimizer, run, stage)
     run.rewind(lambda e: e["kind"] != "lm_step" or e["stage"] != stage or e["step"] <= start)
     began, saved = time.time() - seconds, time.time()
@@ -61,12 +62,12 @@ def train(model: Model, rows: Rows, config: LMConfig, run: Run, stage: str) -> N
         for step in range(start, config.steps):
             if not batches or step % config.block == 0:
                 batches = _block(rows, step // config.block, config)
-            set_lr(optimizer, config.lr * schedule(step, config))
-            loss, mtp, tokens = _step(model, optimizer, batches[step % config.block], config)
+            lr = config.lr * schedule(step, config)
+            loss, mtp, tokens = _step(model, optimizer, batches[step % config.block], lr, config)
             if step % 10 == 9 or step == config.steps - 1:
                 run.event(
                     "lm_step", stage=stage, step=step + 1, steps=config.steps, loss=loss, mtp_loss=mtp, tokens=tokens,
-                    lr=optimizer.param_groups[0]["lr"], seconds=time.time() - began,
+                    lr=lr, seconds=time.time() - began,
                 )  # fmt: skip
             bar(step + 1, f"loss {loss:.3f}")
             if time.time() - saved > config.save_every_s:
@@ -81,11 +82,6 @@ def schedule(step: int, config: LMConfig) -> float:
         return (step + 1) / config.warmup
     left = (config.steps - step) / max(1, config.steps - config.warmup)
     return config.decay_to + (1 - config.decay_to) * left
-
-
-def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = lr
 
 
 def losses(model: Model, batch: Sequence[Row], mtp: bool) -> tuple[Tensor, Tensor | None]:
@@ -109,13 +105,13 @@ def pad(batch: Sequence[Row]) -> tuple[Tensor, Tensor]:
     return tokens, mask
 
 
-def _step(model: Model, optimizer: torch.optim.Optimizer, batch: list[Row], config: LMConfig) -> tuple[float, float, int]:
+def _step(
+    model: Model, optimizer: Optimizer, batch: list[Row], lr: float, config: LMConfig
+) -> tuple[float, float, int]:
     loss, mtp = losses(model, batch, model.mtp is not None and config.mtp_weight > 0)
     total = loss if mtp is None else loss + config.mtp_weight * mtp
     total.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
-    optimizer.step()
-    optimizer.zero_grad()
+    optimizer.step(lr, config.grad_clip)
     return loss.item(), 0.0 if mtp is None else mtp.item(), sum(len(r.tokens) for r in batch)
 
 
@@ -127,13 +123,13 @@ def _block(rows: Rows, block: int, config: LMConfig) -> list[list[Row]]:
     return [drawn[i * config.batch : (i + 1) * config.batch] for i in order]
 
 
-def _save(model: Model, optimizer: torch.optim.Optimizer, run: Run, stage: str, step: int, seconds: float) -> None:
+def _save(model: Model, optimizer: Optimizer, run: Run, stage: str, step: int, seconds: float) -> None:
     blob = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "seconds": seconds}
     run.save(f"{stage}-{step}", lambda d: torch.save(blob, d / "state.pt"))
     run.prune(stage, keep=1)
 
 
-def _restore(model: Model, optimizer: torch.optim.Optimizer, run: Run, stage: str) -> tuple[int, float]:
+def _restore(model: Model, optimizer: Optimizer, run: Run, stage: str) -> tuple[int, float]:
     found = run.checkpoints(stage)
     if not found:
         return 0, 0.0

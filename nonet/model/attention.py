@@ -23,7 +23,8 @@ class Span:
 
     positions_BT   absolute position of each token
     valid_BT       False on right padding (None: everything is real)
-    slots_BT       cache slot to write to; padding is sent to the last slot, which real tokens never reach
+    slots_BT       cache slot to write to
+    real_N         (rows, columns) of the only tokens to write (None: all, padding included)
     mask_B1TL      True where a query may look, over the L cached slots in use (None: fresh and causal)
     """
 
@@ -31,6 +32,7 @@ class Span:
     valid_BT: Tensor | None
     counts_B: Tensor | None
     slots_BT: Tensor | None = None
+    real_N: tuple[Tensor, ...] | None = None
     mask_B1TL: Tensor | None = None
     used: int = 0
 
@@ -137,7 +139,9 @@ class MLA(nn.Module):
         latent_BTR = torch.cat([self.kv_a_layernorm(latent), extra], -1)
         if state is not None:
             latent_BTR = cached(state["latent"].unsqueeze(1), latent_BTR.unsqueeze(1), span).squeeze(1)
-        o_BHTV = self._absorbed(q, latent_BTR, span) if span.mask_B1TL is not None else self._expanded(q, latent_BTR, span)
+        o_BHTV = (
+            self._absorbed(q, latent_BTR, span) if span.mask_B1TL is not None else self._expanded(q, latent_BTR, span)
+        )
         gated = torch.sigmoid(self.g_proj(x_BTD)) * o_BHTV.transpose(1, 2).reshape(B, T, -1)
         return self.o_proj(gated)
 
@@ -166,8 +170,13 @@ class MLA(nn.Module):
 
 def cached(cache_BHLx: Tensor, new_BHTx: Tensor, span: Span) -> Tensor:
     """Write new entries into their slots. Returns what attention reads: the cache in use, or just the new if fresh."""
-    rows_B1 = torch.arange(len(new_BHTx), device=new_BHTx.device).unsqueeze(1)
-    cache_BHLx[rows_B1, :, span.slots_BT] = new_BHTx.transpose(1, 2).to(cache_BHLx.dtype)
+    assert span.slots_BT is not None
+    if span.real_N is not None:
+        rows_N, columns_N = span.real_N
+        cache_BHLx[rows_N, :, span.slots_BT[rows_N, columns_N]] = new_BHTx[rows_N, :, columns_N].to(cache_BHLx.dtype)
+    else:
+        rows_B1 = torch.arange(len(new_BHTx), device=new_BHTx.device).unsqueeze(1)
+        cache_BHLx[rows_B1, :, span.slots_BT] = new_BHTx.transpose(1, 2).to(cache_BHLx.dtype)
     return new_BHTx if span.mask_B1TL is None else cache_BHLx[:, :, : span.used]
 
 

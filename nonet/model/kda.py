@@ -23,13 +23,16 @@ class KDA(nn.Module):
         c = config
         self.heads, self.dim, self.kernel, self.lower = c.heads, c.kda_head_dim, c.conv_kernel, c.gate_lower_bound
         width = c.kda_width
-        for name in ("q", "k", "v", "g"):
-            setattr(self, f"{name}_proj", nn.Linear(c.d_model, width, bias=False))
-        for name in ("q", "k", "v"):
-            setattr(self, f"{name}_conv1d", nn.Conv1d(width, width, self.kernel, groups=width, bias=False))
+        self.q_proj = nn.Linear(c.d_model, width, bias=False)
+        self.k_proj = nn.Linear(c.d_model, width, bias=False)
+        self.v_proj = nn.Linear(c.d_model, width, bias=False)
+        self.q_conv1d = nn.Conv1d(width, width, self.kernel, groups=width, bias=False)
+        self.k_conv1d = nn.Conv1d(width, width, self.kernel, groups=width, bias=False)
+        self.v_conv1d = nn.Conv1d(width, width, self.kernel, groups=width, bias=False)
         self.f_a_proj = nn.Linear(c.d_model, c.decay_rank, bias=False)
         self.f_b_proj = nn.Linear(c.decay_rank, width, bias=False)
         self.b_proj = nn.Linear(c.d_model, c.heads, bias=False)
+        self.g_proj = nn.Linear(c.d_model, width, bias=False)
         self.A_log = nn.Parameter(torch.zeros(c.heads))
         self.dt_bias = nn.Parameter(torch.zeros(width))
         self.o_norm = RMSNorm(self.dim, c.norm_eps)
@@ -53,15 +56,16 @@ class KDA(nn.Module):
         return self.lower * torch.sigmoid(self.A_log.exp().repeat_interleave(self.dim) * z)
 
     def _convolve(self, mixed_BTC: Tensor, span: Span, state: dict | None) -> Tensor:
-        """Depthwise causal convolution as `kernel` shifted products; keeps the last kernel-1 real inputs in the state."""
+        """Depthwise causal convolution as `kernel` shifted products; keeps the last kernel-1 real inputs in the
+        state.
+        """
         past = self.kernel - 1
         if state is None:
             joined = F.pad(mixed_BTC, (0, 0, past, 0))
         else:
             joined = torch.cat([state["tail"], mixed_BTC], 1)
             state["tail"].copy_(last_valid(joined, past, span))
-        weights = [getattr(self, f"{n}_conv1d").weight[:, 0] for n in ("q", "k", "v")]
-        taps_CJ = torch.cat(weights)
+        taps_CJ = torch.cat([conv.weight[:, 0] for conv in (self.q_conv1d, self.k_conv1d, self.v_conv1d)])
         T = mixed_BTC.shape[1]
         out = joined[:, :T] * taps_CJ[:, 0]
         for j in range(1, self.kernel):

@@ -36,7 +36,8 @@ class Block(nn.Module):
 
 
 class MTP(nn.Module):
-    """Multi-token prediction layer (k3 section 3.2b): reads [enorm(embedding of t+1); hnorm(hidden of t)], predicts t+2.
+    """Multi-token prediction layer (k3 section 3.2b): reads [enorm(embedding of t+1); hnorm(hidden of t)], predicts
+    t+2.
 
     A full-attention block with an ordinary residual and its own final norm; embedding and head are the model's.
     """
@@ -111,12 +112,11 @@ class Model(nn.Module):
         ends = state.lengths_B + (T if counts_B is None else counts_B)
         if int(ends.max()) > state.capacity:
             raise ValueError(f"state has room for {state.capacity} positions, this call needs {int(ends.max())}")
-        # Padding must write somewhere harmless: the slot of its own position, which the row's next real token
-        # overwrites before anything can look at it, or the last slot when that would fall outside.
+        # Padding writes to the slot of its own position, which the row's next real token overwrites before anything can
+        # look at it; where there is no such slot, only real tokens are written.
         slots = positions_BT.clamp(max=state.capacity - 1)
-        if valid is not None and longest > state.capacity:
-            slots = torch.where(valid, positions_BT, state.capacity - 1)
-        span = Span(positions_BT, valid, counts_B, slots)
+        real = valid.nonzero(as_tuple=True) if valid is not None and longest > state.capacity else None
+        span = Span(positions_BT, valid, counts_B, slots, real)
         if longest > T:
             span.used = min(longest, state.capacity)
             slots_L = torch.arange(span.used, device=device)

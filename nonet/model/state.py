@@ -31,8 +31,11 @@ class SequenceState:
     capacity: int
 
     @staticmethod
-    def new(config: ModelConfig, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> SequenceState:
+    def new(
+        config: ModelConfig, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> SequenceState:
         """An empty state for `batch` sequences with room for `capacity` positions each."""
+
         def make(*shape: int) -> Tensor:
             return torch.zeros(batch, *shape, dtype=dtype, device=device)
 

@@ -18,7 +18,9 @@ CHUNK = 16
 def kda_recurrent(
     q_BTHK: Tensor, k_BTHK: Tensor, v_BTHV: Tensor, g_BTHK: Tensor, beta_BTH: Tensor, state_BHKV: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Token by token. q is already scaled, q and k already normalised, g = log decay <= 0. Returns (o_BTHV, state_BHKV)."""
+    """Token by token. q is already scaled, q and k already normalised, g = log decay <= 0. Returns (o_BTHV,
+    state_BHKV).
+    """
     outputs = []
     S = state_BHKV
     for t in range(q_BTHK.shape[1]):
@@ -93,7 +95,9 @@ def _chunks(x_BTHK: Tensor, N: int) -> Tensor:
 
 
 def _inverse_unit_lower(L: Tensor) -> Tensor:
-    """(I + L)^-1 for strictly lower triangular L of size 16: (I - L)(I + L^2)(I + L^4)(I + L^8), exact since L^16 = 0."""
+    """(I + L)^-1 for strictly lower triangular L of size 16: (I - L)(I + L^2)(I + L^4)(I + L^8), exact since
+    L^16 = 0.
+    """
     I = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device)
     L2 = L @ L
     L4 = L2 @ L2

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
-from nonet.config import Config, build, read
+from nonet.config import Config, build, merge, read
 from nonet.lm.trainer import LMConfig
 from nonet.model.config import ModelConfig
 from nonet.rl.config import RLConfig
@@ -17,18 +17,20 @@ from nonet.types import EFFORTS, UserError
 
 class RunTable(Config):
     seed: int = 0
-    threads: int = Field(0, ge=0)  # torch threads; 0: as torch finds them
+    threads: int = Field(default=0, ge=0)  # torch threads; 0: as torch finds them
 
 
 class StartTable(Config):
     model: str = ""  # a model directory to start from; empty: train a tokenizer and build [model] from scratch
-    vocab_size: int = Field(512, ge=270)  # of the tokenizer that is trained when `model` is empty
-    tokenizer_rows: int = Field(3000, ge=100)  # demonstrations the tokenizer learns its merges from
+    vocab_size: int = Field(default=512, ge=270)  # of the tokenizer that is trained when `model` is empty
+    tokenizer_rows: int = Field(default=3000, ge=100)  # demonstrations the tokenizer learns its merges from
 
 
 class TasksTable(Config):
-    sources: dict[str, str] = {"general": "general", "agents": "agents", "coding": "coding"}  # domain -> task spec
-    difficulty: int = Field(1, ge=1)
+    """sources: task spec by domain."""
+
+    sources: dict[str, str] = Field(default_factory=lambda: {d: d for d in ("general", "agents", "coding")})
+    difficulty: int = Field(default=1, ge=1)
     efforts: tuple[str, ...] = ("max",)
     harness: str = "terse"
     reward: str = ""  # score every task with this instead of its own rewards: a built-in name or "pkg.module:function"
@@ -43,17 +45,17 @@ class TasksTable(Config):
 
 
 class EvalTable(Config):
-    prompts: int = Field(1000, ge=2)  # held-out prompts per domain and mode
+    prompts: int = Field(default=1000, ge=2)  # held-out prompts per domain and mode
 
 
 class Recipe(Config):
-    run: RunTable = RunTable()
-    start: StartTable = StartTable()
-    model: dict[str, Any] = {}
-    tasks: TasksTable = TasksTable()
+    run: RunTable = Field(default_factory=RunTable)
+    start: StartTable = Field(default_factory=StartTable)
+    model: dict[str, Any] = Field(default_factory=dict)
+    tasks: TasksTable = Field(default_factory=TasksTable)
     cold: LMConfig | None = None  # absent: no cold start
-    rl: RLConfig = RLConfig()
-    eval: EvalTable = EvalTable()
+    rl: RLConfig = Field(default_factory=RLConfig)
+    eval: EvalTable = Field(default_factory=EvalTable)
 
     def model_config_for(self, vocab_size: int) -> ModelConfig:
         if "vocab_size" in self.model:
@@ -73,3 +75,20 @@ def load_recipe(files: Sequence[Path | str], overrides: Sequence[str] = (), quic
     if not recipe.start.model:
         recipe.model_config_for(recipe.start.vocab_size)
     return recipe
+
+
+def single_job(
+    model: Path, tasks: str, reward: str, harness: str, sft_steps: int, eval_prompts: int, overrides: Sequence[str]
+) -> Recipe:
+    """The recipe behind `nonet rl` and `nonet sft`: one model directory, one task spec, defaults fit for a real
+    model.
+    """
+    values: dict[str, Any] = {
+        "start": {"model": str(model)},
+        "tasks": {"sources": {"tasks": tasks}, "reward": reward, "harness": harness},
+        "rl": {"groups": 8, "samples": 8, "max_batch": 64, "lr": 1e-5, "micro_tokens": 2048, "save_every_s": 120.0},
+        "eval": {"prompts": eval_prompts},
+    }
+    if sft_steps:
+        values["cold"] = {"steps": sft_steps, "batch": 8, "lr": 5e-5, "betas": (0.9, 0.95), "save_every_s": 120.0}
+    return build(Recipe, merge(values, read([], overrides)))

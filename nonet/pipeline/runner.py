@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -15,14 +16,16 @@ from nonet.pipeline.stages import STAGES, Context
 from nonet.run import Run, write_atomic
 
 
-def run_recipe(recipe: Recipe, out: Path) -> None:
-    """Every stage whose marker is missing; ends with the held-out table."""
+def run_recipe(recipe: Recipe, out: Path, only: Sequence[str] = ()) -> None:
+    """Every stage (of `only`, if given) whose marker is missing; ends with the held-out table."""
     if recipe.run.threads:
         torch.set_num_threads(recipe.run.threads)
     run = Run(out, recipe.model_dump(mode="json"))
     context = Context(recipe, run)
     console = Console(stderr=True)
     for name, stage in STAGES:
+        if only and name not in only:
+            continue
         marker = out / "stages" / f"{name}.json"
         if marker.exists():
             console.print(f"[dim]{name}: done before, skipped[/dim]")
@@ -36,7 +39,8 @@ def run_recipe(recipe: Recipe, out: Path) -> None:
         marker.parent.mkdir(exist_ok=True)
         write_atomic(marker, json.dumps({"seconds": seconds}))
         console.print(f"[dim]{name}: {seconds:.1f} s[/dim]")
-    print_table(run)
+    if (out / "report.html").exists():
+        print_table(run)
 
 
 def print_table(run: Run) -> None:
@@ -52,5 +56,6 @@ def print_table(run: Run) -> None:
             g["domain"], g["mode"], str(g["n"]), *spread, f"{g['gain']:+.3f} [{g['low']:+.3f}, {g['high']:+.3f}]"
         )
     console = Console(width=120)
-    console.print(table)
+    if table.row_count:
+        console.print(table)
     console.print(f"report: {run.path / 'report.html'}", soft_wrap=True)

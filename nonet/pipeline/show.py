@@ -12,7 +12,9 @@ from nonet.harness import load_spec, render_assistant
 def show(spec: str, count: int, effort: str, difficulty: int) -> None:
     console = Console()
     if not spec:
-        table = Table("name", "domain", "what it asks", "a prompt", title="task sources (also gym:NAME, FILE.jsonl, pkg:fn)")
+        table = Table(
+            "name", "domain", "what it asks", "a prompt", title="task sources (also gym:NAME, FILE.jsonl, pkg:fn)"
+        )
         for s in tasks.list_sources(difficulty):
             table.add_row(s.name, s.domain, s.about, s.example)
         console.print(table)

@@ -1,11 +1,11 @@
 """The stages of the main job, in order. Each reads what earlier ones wrote to the run directory and writes its own.
 
-    tokenizer   models/start/tokenizer*.json      (a copy when the recipe starts from a model)
-    cold        models/cold                       next-token + MTP training on demonstrations
-    eval-cold   evals/cold-DOMAIN-MODE.json
-    rl          models/rl
-    eval-rl     evals/rl-DOMAIN-MODE.json, gains
-    sample, report
+tokenizer   models/start/tokenizer*.json      (a copy when the recipe starts from a model)
+cold        models/cold                       next-token + MTP training on demonstrations
+eval-cold   evals/cold-DOMAIN-MODE.json
+rl          models/rl
+eval-rl     evals/rl-DOMAIN-MODE.json, gains
+sample, report
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Group-mean baseline: advantage = reward - mean reward of the group's scored members, no division by the deviation.
 
-A failed member (sandbox or reward broke) is not the policy's doing: it has no reward, enters no mean, and is not trained.
+A failed member (sandbox or reward broke) is not the policy's doing: it has no reward, enters no mean, and is not
+trained.
 """
 
 from __future__ import annotations

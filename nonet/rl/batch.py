@@ -49,7 +49,9 @@ class PackedBatch:
                 out[b, : self.length(r)] = x_T[self.starts[r] : self.starts[r + 1]]
             return out
 
-        return Padded(*(grid(x) for x in (self.tokens_T, self.mask_T, self.behaviour_T, self.advantage_T, self.version_T)))
+        return Padded(
+            *(grid(x) for x in (self.tokens_T, self.mask_T, self.behaviour_T, self.advantage_T, self.version_T))
+        )
 
 
 @dataclass

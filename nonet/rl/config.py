@@ -2,38 +2,43 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field, model_validator
 
 from nonet.config import Config
 
 
 class RLConfig(Config):
-    steps: int = Field(100, ge=1)  # iterations: one rollout phase and one update each
-    groups: int = Field(48, ge=1)  # N: groups (prompts) in flight
-    samples: int = Field(8, ge=2)  # K: attempts per group; the baseline is their mean
-    fraction: float = Field(0.9, gt=0, le=1)  # generation pauses when this share of the active trajectories is done
-    max_tokens: int = Field(64, ge=1)  # policy tokens one trajectory may write, over all its turns and pauses
-    temperature: float = Field(1.0, gt=0)
-    max_batch: int = Field(384, ge=1)  # rows decoded together
+    steps: int = Field(default=100, ge=1)  # iterations: one rollout phase and one update each
+    groups: int = Field(default=48, ge=1)  # N: groups (prompts) in flight
+    samples: int = Field(default=8, ge=2)  # K: attempts per group; the baseline is their mean
+    fraction: float = Field(
+        default=0.9, gt=0, le=1
+    )  # generation pauses when this share of the active trajectories is done
+    max_tokens: int = Field(default=64, ge=1)  # policy tokens one trajectory may write, over all its turns and pauses
+    temperature: float = Field(default=1.0, gt=0)
+    max_batch: int = Field(default=384, ge=1)  # rows decoded together
     # objective: k3.5 / K2.5 section 4
-    ratio_low: float = Field(0.5, gt=0)
-    ratio_high: float = Field(2.0, gt=0)
-    tau: float = Field(0.01, ge=0)  # weight of the squared log-ratio
+    ratio_low: float = Field(default=0.5, gt=0)
+    ratio_high: float = Field(default=2.0, gt=0)
+    tau: float = Field(default=0.01, ge=0)  # weight of the squared log-ratio
     drop_dead_groups: bool = True  # groups whose rewards are all equal teach nothing; leave them out of the batch
     # learner
-    lr: float = Field(2e-4, gt=0)
-    warmup: int = Field(10, ge=0)
-    decay_to: float = Field(1.0, ge=0, le=1)  # learning rate at the last step, as a share of lr (1: constant)
-    minibatches: int = Field(2, ge=1)  # optimiser steps per iteration; with 1 and no stale data tau cannot act
-    micro_tokens: int = Field(4096, ge=1)  # padded tokens per forward
-    grad_clip: float = Field(1.0, gt=0)
+    optimizer: Literal["muon", "adamw"] = "adamw"
+    lr: float = Field(default=2e-4, gt=0)
+    warmup: int = Field(default=10, ge=0)
+    decay_to: float = Field(default=1.0, ge=0, le=1)  # learning rate at the last step, as a share of lr (1: constant)
+    minibatches: int = Field(default=2, ge=1)  # optimiser steps per iteration; with 1 and no stale data tau cannot act
+    micro_tokens: int = Field(default=4096, ge=1)  # padded tokens per forward
+    grad_clip: float = Field(default=1.0, gt=0)
     betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0)
     # bookkeeping
-    keep_groups: int = Field(2, ge=0)  # groups per step whose trajectories are written out for reading
-    save_every_s: float = Field(20.0, ge=0)  # 0: every iteration
+    keep_groups: int = Field(default=2, ge=0)  # groups per step whose trajectories are written out for reading
+    save_every_s: float = Field(default=20.0, ge=0)  # 0: every iteration
     deterministic: bool = False  # every token alone: bitwise independent of batching and pauses, and slow
-    check_ratio: float = Field(0.02, gt=0)  # stop if a fresh token's log-ratio on equal weights exceeds this
+    check_ratio: float = Field(default=0.02, gt=0)  # stop if a fresh token's log-ratio on equal weights exceeds this
 
     @model_validator(mode="after")
     def _window(self) -> RLConfig:

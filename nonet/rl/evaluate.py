@@ -43,12 +43,15 @@ def gain(before: Mapping[str, float], after: Mapping[str, float]) -> Estimate:
 def evaluate(
     model: Model, setting: Setting, indices: Sequence[int], temperature: float, max_tokens: int, max_batch: int = 384
 ) -> list[Trajectory]:
-    """One attempt at each held-out task, in index order. Failed attempts (sandbox, reward) are returned with their reason."""
+    """One attempt at each held-out task, in index order. Failed attempts (sandbox, reward) are returned with
+    their reason.
+    """
     trajectories = [Trajectory(setting.task("heldout", i).id, i, 0) for i in indices]
     sampling = Sampling(temperature=temperature, seed=setting.seed)
     engine = Engine(model, max_batch)
     rollout = Rollout(engine, setting.opener("heldout"), scorer(setting.rewards_of), sampling, max_tokens)
-    with progress(f"evaluating {setting.source.name} ({'greedy' if temperature == 0 else 'sampled'})", len(indices)) as bar:
+    mode = "greedy" if temperature == 0 else "sampled"
+    with progress(f"evaluating {setting.source.name} ({mode})", len(indices)) as bar:
         for start in range(0, len(trajectories), max_batch):
             part = trajectories[start : start + max_batch]
             rollout.run(part, len(part))

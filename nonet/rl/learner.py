@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nonet.model import Model
+from nonet.model.optimizer import Optimizer
 from nonet.rl.batch import PackedBatch, Padded, micro_batches
 from nonet.rl.config import RLConfig
 from nonet.rl.objective import K25
@@ -26,10 +27,8 @@ class Learner:
     def __init__(self, model: Model, config: RLConfig):
         self.model, self.config = model, config
         self.objective = K25(config.ratio_low, config.ratio_high, config.tau)
-        self.parameters = [p for n, p in model.named_parameters() if not n.startswith("mtp.")]
-        self.optimizer = torch.optim.AdamW(
-            self.parameters, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
-        )
+        trained = [(n, p) for n, p in model.named_parameters() if not n.startswith("mtp.")]
+        self.optimizer = Optimizer(trained, config.optimizer, config.lr, config.betas, config.weight_decay)
         self.version = 0
 
     def step(self, batch: PackedBatch) -> dict[str, float]:
@@ -54,22 +53,19 @@ class Learner:
             loss = self.objective(logp_N, behaviour_N, advantage_N) / tokens
             loss.backward()
             stats.add(loss, logp_N.detach() - behaviour_N, part.version_BT[:, 1:][where] < self.version, self.objective)
-        self._set_lr()
-        stats.grad_norm += float(torch.nn.utils.clip_grad_norm_(self.parameters, self.config.grad_clip))
-        stats.lr = self.optimizer.param_groups[0]["lr"]
+        stats.lr = self._lr()
+        stats.grad_norm += self.optimizer.step(stats.lr, self.config.grad_clip)
         stats.updates += 1
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
 
-    def _set_lr(self) -> None:
+    def _lr(self) -> float:
         c, step = self.config, self.version
         up = min(1.0, (step + 1) / c.warmup) if c.warmup else 1.0
-        down = c.decay_to + (1 - c.decay_to) * max(0.0, 1 - step / c.steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = c.lr * up * down
+        return c.lr * up * (c.decay_to + (1 - c.decay_to) * max(0.0, 1 - step / c.steps))
 
     def _check_ratio(self, batch: PackedBatch, micro: list[int], part: Padded, log_ratio_N: Tensor) -> None:
-        """On equal weights the learner must reproduce the sampler's log-probs; if not, some input differs from what was seen."""
+        """On equal weights the learner must reproduce the sampler's log-probs; if not, some input differs from
+        what was seen.
+        """
         where = part.mask_BT[:, 1:]
         fresh_BT = where & (part.version_BT[:, 1:] == self.version)
         drift_BT = torch.zeros(where.shape, dtype=log_ratio_N.dtype).masked_scatter(where, log_ratio_N).abs() * fresh_BT
@@ -78,7 +74,8 @@ class Learner:
         b, t = divmod(int(drift_BT.argmax()), drift_BT.shape[1])
         raise InvariantError(
             f"{batch.names[micro[b]]}: token {t + 1} (id {int(part.tokens_BT[b, t + 1])}) was sampled at log-prob "
-            f"{float(part.behaviour_BT[b, t + 1]):.4f} but scores {float(drift_BT[b, t]):.4f} away from it under the same weights"
+            f"{float(part.behaviour_BT[b, t + 1]):.4f} but scores {float(drift_BT[b, t]):.4f} away from it "
+            "under the same weights"
         )
 
 
@@ -103,7 +100,7 @@ class Stats:
 
     def add(self, loss: Tensor, log_ratio_N: Tensor, stale_N: Tensor, objective: K25) -> None:
         ratio = log_ratio_N.exp()
-        self.loss += float(loss)
+        self.loss += float(loss.detach())
         self.tokens += len(ratio)
         self.masked += int(((ratio < objective.ratio_low) | (ratio > objective.ratio_high)).sum())
         self.stale += int(stale_N.sum())

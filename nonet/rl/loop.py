@@ -1,7 +1,9 @@
 """Synchronous RL with partial rollouts (K3 section 4.2): the first walk of the architecture document, top to bottom.
 
-One iteration is a pure function of what a checkpoint holds (weights, optimiser, pool, step): killed anywhere, it is replayed from the
-last checkpoint with the same outcome, so every sampled prompt is trained exactly once in the surviving history (law 17).
+One iteration is a pure function of what a checkpoint holds (weights, optimiser, pool, step): killed anywhere, it is
+replayed from the
+last checkpoint with the same outcome, so every sampled prompt is trained exactly once in the surviving history (law
+17).
 """
 
 from __future__ import annotations
@@ -89,7 +91,8 @@ class Loop:
         kept = [t for g in groups[: self.config.keep_groups] for t in g]
         if kept:
             records = [
-                trajectory_record(t, self.setting.task("train", t.group), self.setting.tokenizer, self.step) for t in kept
+                trajectory_record(t, self.setting.task("train", t.group), self.setting.tokenizer, self.step)
+                for t in kept
             ]
             self.run.write_trajectories(f"step-{self.step:06d}", records)
 

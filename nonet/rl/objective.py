@@ -1,7 +1,8 @@
 """Per-token policy objectives. The learner hands over log-probs and gets a summed loss back; it is blind to which.
 
 K25 (Kimi K2.5, used by K3): maximise  sum_t M_t rho_t A_t - tau (log rho_t)^2,  rho = pi / mu with mu the policy that
-sampled that very token, M_t = 1 where ratio_low <= rho <= ratio_high whatever the sign of A. The square is never masked:
+sampled that very token, M_t = 1 where ratio_low <= rho <= ratio_high whatever the sign of A. The square is never
+masked:
 it pulls drifted tokens back.
 """
 

@@ -1,42 +1,53 @@
 """Play trajectories against a Generator until enough have ended; park the rest.
 
-Invariant: what the policy wrote is appended as it came, ids and log-probs together; nothing is decoded and encoded again.
-A failure at a sandbox edge ends that trajectory with a stop reason that says so, and no other.
+Invariant: what the policy wrote is appended as it came, ids and log-probs together; nothing is decoded and encoded
+again. A failure at a sandbox edge ends that trajectory with a stop reason that says so, and no other.
+Rewards are computed in threads while generation goes on; they decide nothing before `run` returns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from nonet.harness import Episode
-from nonet.types import Completion, Generator, Request, Sampling, Segment, Trajectory
+from nonet.types import Completion, Generator, Request, Sampling, Segment, Trajectory, UserError
 
 OpenEpisode = Callable[[Trajectory], Episode]
+Score = Callable[[Trajectory, Episode], None]
+_SCORERS = 2  # threads that wait for verifiers
 
 
 class Rollout:
-    """episode(trajectory) opens the attempt a trajectory records, new or parked; on_end(trajectory, episode) scores it."""
+    """open_episode(trajectory) opens the attempt a trajectory records, new or parked; score(trajectory,
+    episode) judges it.
+    """
 
     def __init__(
         self,
         generator: Generator,
         open_episode: OpenEpisode,
-        on_end: Callable[[Trajectory, Episode], None],
+        score: Score,
         sampling: Sampling,
         max_tokens: int,
     ):
-        self.generator, self.open_episode, self.on_end = generator, open_episode, on_end
+        self.generator, self.open_episode, self.score = generator, open_episode, score
         self.sampling, self.max_tokens = sampling, max_tokens
         self._live: dict[str, tuple[Trajectory, Episode]] = {}
+        self._scoring: list[Future[None]] = []
 
     def run(self, active: Sequence[Trajectory], quota: int) -> int:
         """Run until `quota` of `active` have ended (or all); park the others. Returns how many ended."""
-        ended = sum(self._open(t) for t in active)
-        while ended < quota and self.generator.busy:
-            for completion in self.generator.step():
-                ended += self._advance(completion)
-        for completion in self.generator.pause():
-            self._park(completion)
+        with ThreadPoolExecutor(_SCORERS) as self._judges:
+            ended = sum(self._open(t) for t in active)
+            while ended < quota and self.generator.busy:
+                for completion in self.generator.step():
+                    ended += self._advance(completion)
+            for completion in self.generator.pause():
+                self._park(completion)
+        for judged in self._scoring:
+            judged.result()
+        self._scoring.clear()
         return ended
 
     # each of these returns True when the trajectory has ended
@@ -44,6 +55,8 @@ class Rollout:
     def _open(self, trajectory: Trajectory) -> bool:
         try:
             episode = self.open_episode(trajectory)
+        except UserError:
+            raise
         except Exception as e:  # the sandbox edge: any failure there is data about this trajectory
             return _fail(trajectory, "sandbox", e)
         self._live[trajectory.id] = trajectory, episode
@@ -72,7 +85,8 @@ class Rollout:
         try:
             result = episode.observe(turn)
         except Exception as e:  # the sandbox edge, as above
-            self._close(trajectory, episode)
+            del self._live[trajectory.id]
+            _close(episode)
             return _fail(trajectory, "sandbox", e)
         if result is None:
             return self._end(trajectory, episode)
@@ -81,22 +95,28 @@ class Rollout:
 
     def _end(self, trajectory: Trajectory, episode: Episode) -> bool:
         trajectory.status, trajectory.stop_reason = "done", episode.stop_reason
-        self.on_end(trajectory, episode)
-        self._close(trajectory, episode)
+        del self._live[trajectory.id]
+        self._scoring.append(self._judges.submit(self._judge, trajectory, episode))
         return True
 
+    def _judge(self, trajectory: Trajectory, episode: Episode) -> None:
+        try:
+            self.score(trajectory, episode)
+        finally:
+            _close(episode)
+
     def _park(self, completion: Completion) -> None:
-        trajectory, episode = self._live[completion.id]
+        trajectory, episode = self._live.pop(completion.id)
         if completion.tokens:
             trajectory.append(_policy_segment(completion))
         trajectory.status = "parked"
         trajectory.sandbox = episode.sandbox.checkpoint() if episode.sandbox is not None else None
-        self._close(trajectory, episode)
+        _close(episode)
 
-    def _close(self, trajectory: Trajectory, episode: Episode) -> None:
-        del self._live[trajectory.id]
-        if episode.sandbox is not None:
-            episode.sandbox.close()
+
+def _close(episode: Episode) -> None:
+    if episode.sandbox is not None:
+        episode.sandbox.close()
 
 
 def _policy_segment(c: Completion) -> Segment:

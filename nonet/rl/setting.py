@@ -1,6 +1,7 @@
 """What is being played: tasks, harness, tokenizer, rewards and sandboxes, bound together once.
 
-A task is a pure function of (split, index), so a trajectory's record (its group number) is enough to find its task again.
+A task is a pure function of (split, index), so a trajectory's record (its group number) is enough to find its task
+again.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ Split = Literal["train", "heldout"]
 
 @dataclass(frozen=True)
 class Setting:
-    """efforts: each index draws one of these. rewards: used for every task in place of the ones it names (None: its own)."""
+    """efforts: each index draws one of these. rewards: used for every task in place of the ones it names (None:
+    its own).
+    """
 
     source: TaskSource
     spec: HarnessSpec
@@ -46,7 +49,9 @@ class Setting:
 
     def rewards_of(self, task: Task) -> Mapping[str, Reward]:
         if self.rewards is None and not task.rewards:
-            raise UserError(f"task {task.id}: names no reward; give one with --reward (a built-in name or pkg.module:fn)")
+            raise UserError(
+                f"task {task.id}: names no reward; give one with --reward (a built-in name or pkg.module:fn)"
+            )
         return self.rewards if self.rewards is not None else {name: load_reward(name) for name in task.rewards}
 
 

@@ -13,8 +13,12 @@ from nonet.ops.kda import CHUNK, kda_chunk, kda_recurrent, kda_step_
 LENGTHS = [1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 2 * CHUNK + 5, 70]
 
 
-def inputs(T: int, seed: int = 0, dtype: torch.dtype = torch.float64, H: int = 3, K: int = 6, V: int = 5) -> list[Tensor]:
-    """q, k, v, g, beta and an incoming state as the mixer makes them: q and k normalised, g in [-5, 0], beta in (0, 1)."""
+def inputs(
+    T: int, seed: int = 0, dtype: torch.dtype = torch.float64, H: int = 3, K: int = 6, V: int = 5
+) -> list[Tensor]:
+    """q, k, v, g, beta and an incoming state as the mixer makes them: q and k normalised, g in [-5, 0], beta in
+    (0, 1).
+    """
     gen = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -105,7 +109,9 @@ def test_a_step_is_one_position_of_the_recurrence():
 
 
 def test_the_recurrence_decays_then_writes_then_reads():
-    """By hand with one key and one value channel: S = 2 -> 1 (decay) -> 1 + 1/2 * 3 * (10 - 3 * 1) = 11.5 -> o = 2 * 11.5."""
+    """By hand with one key and one value channel: S = 2 -> 1 (decay) -> 1 + 1/2 * 3 * (10 - 3 * 1) = 11.5 -> o
+    = 2 * 11.5.
+    """
     one = [torch.tensor([[[[x]]]], dtype=torch.float64) for x in (2.0, 3.0, 10.0, math.log(0.5))]
     beta = torch.tensor([[[0.5]]], dtype=torch.float64)
     o, S = kda_recurrent(*one, beta, torch.tensor([[[[2.0]]]], dtype=torch.float64))

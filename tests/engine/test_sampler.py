@@ -1,0 +1,151 @@
+"""Sampling: the drawn distribution is the one the log-probs describe, and a row never notices its batch-mates."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nonet.engine import sampler
+from nonet.engine.sampler import SamplingRows, sample
+from nonet.ops.rng import stream_key
+from nonet.types import Sampling, UserError
+
+W = 12
+
+
+def rows(n: int, temperature=1.0, top_k=0, top_p=1.0, stream: str = "s") -> SamplingRows:
+    def full(x) -> np.ndarray:
+        return np.broadcast_to(np.asarray(x), (n,)).copy()
+
+    keys = np.array([stream_key(0, f"{stream}{i}") for i in range(n)], np.uint64)
+    return SamplingRows(full(temperature), full(top_k), full(top_p), keys, np.full(n, 3, np.uint64))
+
+
+def logits(n: int = 1, seed: int = 0, width: int = W) -> Tensor:
+    return torch.randn(n, width, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+def slow_distribution(logits_W: Tensor, temperature: float, top_k: int, top_p: float) -> list[float]:
+    """The definition: scale, keep the k likeliest, then the fewest likeliest that reach top_p, renormalise each
+    time.
+    """
+    p = [math.exp(x / temperature) for x in logits_W.tolist()]
+    p = [x / sum(p) for x in p]
+    order = sorted(range(len(p)), key=lambda i: -p[i])
+    kept = order[: top_k or len(p)]
+    total = sum(p[i] for i in kept)
+    while len(kept) > 1 and sum(p[i] for i in kept[:-1]) / total >= top_p:
+        kept.pop()
+    total = sum(p[i] for i in kept)
+    return [p[i] / total if i in kept else 0.0 for i in range(len(p))]
+
+
+SETTINGS = [
+    (1.0, 0, 1.0),
+    (0.6, 0, 1.0),
+    (2.0, 0, 1.0),
+    (1.0, 3, 1.0),
+    (1.0, 0, 0.7),
+    (0.8, 5, 0.6),
+    (1.3, 1, 1.0),
+    (1.0, 99, 0.01),
+]
+
+
+@pytest.mark.parametrize(("temperature", "top_k", "top_p"), SETTINGS)
+def test_draws_follow_the_slow_definition(temperature, top_k, top_p):
+    """Chi-square of 20,000 draws against the slow definition; forbidden tokens never appear."""
+    n = 20_000
+    expected = slow_distribution(logits()[0], temperature, top_k, top_p)
+    tokens, _, _ = sample(logits().expand(n, W), rows(n, temperature, top_k, top_p))
+    counts = torch.bincount(tokens, minlength=W).tolist()
+    assert all(c == 0 for c, p in zip(counts, expected, strict=True) if p == 0)
+    alive = [(c, n * p) for c, p in zip(counts, expected, strict=True) if p > 0]
+    statistic, freedom = sum((c - e) ** 2 / e for c, e in alive), len(alive) - 1
+    assert statistic <= freedom + 4 * math.sqrt(2 * freedom) + 1e-9
+
+
+@pytest.mark.parametrize(("temperature", "top_k", "top_p"), SETTINGS)
+def test_logprobs_are_those_of_the_drawn_token_after_and_before_the_transform(temperature, top_k, top_p):
+    n = 200
+    tokens, after, before = sample(logits().expand(n, W), rows(n, temperature, top_k, top_p))
+    shaped = slow_distribution(logits()[0], temperature, top_k, top_p)
+    plain = slow_distribution(logits()[0], 1.0, 0, 1.0)
+    for token, a, b in zip(tokens.tolist(), after.tolist(), before.tolist(), strict=True):
+        assert a == pytest.approx(math.log(shaped[token]), abs=1e-5)
+        assert b == pytest.approx(math.log(plain[token]), abs=1e-5)
+
+
+@given(temperature=st.floats(0.2, 3), top_k=st.integers(0, W + 3), top_p=st.floats(0.02, 1), seed=st.integers(0, 10**6))
+def test_the_transform_keeps_exactly_the_tokens_of_the_slow_definition(temperature, top_k, top_p, seed):
+    row = logits(seed=seed)
+    shaped = sampler._transform(row.log_softmax(-1), rows(1, temperature, top_k, top_p))[0]
+    expected = torch.tensor(slow_distribution(row[0], temperature, top_k, top_p))
+    torch.testing.assert_close(shaped.exp(), expected, rtol=1e-3, atol=1e-6)
+
+
+def test_greedy_takes_the_likeliest_token_with_logprob_zero():
+    for seed in range(20):
+        tokens, after, before = sample(logits(3, seed), rows(3, temperature=0.0))
+        assert torch.equal(tokens, logits(3, seed).argmax(-1))
+        assert after.tolist() == [0.0] * 3
+        expected = logits(3, seed).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+        torch.testing.assert_close(before, expected)
+
+
+def test_ties_are_broken_by_the_lowest_id():
+    flat = torch.zeros(1, W)
+    assert sample(flat, rows(1, temperature=0.0))[0].item() == 0
+    tokens, after, _ = sample(flat.expand(500, W), rows(500, top_k=3))
+    assert set(tokens.tolist()) == {0, 1, 2}
+    assert after.exp().tolist() == pytest.approx([1 / 3] * 500, abs=1e-6)
+    tokens, after, _ = sample(flat.expand(500, W), rows(500, top_p=0.5))
+    assert set(tokens.tolist()) == set(range(6))
+    assert after.exp().tolist() == pytest.approx([1 / 6] * 500, abs=1e-6)
+
+
+@pytest.mark.parametrize("u", [0.0, 1e-300, 1 - 2**-53])
+def test_the_ends_of_the_unit_interval_draw_tokens_that_have_mass(u, monkeypatch):
+    """u near 1 times a total that rounds below 1 must not run past the last token that can be drawn."""
+    monkeypatch.setattr(sampler, "uniforms", lambda keys, positions: np.full(len(positions), u))
+    row = torch.full((1, W), -torch.inf)
+    row[0, 2], row[0, 5], row[0, 7] = 0.0, 1.0, -60.0
+    token, logprob, _ = sample(row, rows(1))
+    assert token.item() in ({2} if u < 0.5 else {5, 7})
+    assert math.isfinite(logprob.item())
+    token, logprob, _ = sample(row, rows(1, top_k=2))
+    assert token.item() == (2 if u < 0.5 else 5)
+    assert math.isfinite(logprob.item())
+
+
+def test_a_row_does_not_notice_its_batch_mates_to_the_last_bit():
+    """Law 18 at its root: a plain row keeps its bits beside rows with other settings."""
+    choices = [(1.0, 0, 1.0), (0.7, 0, 1.0), (1.0, 4, 1.0), (1.0, 0, 0.8), (0.0, 0, 1.0), (0.7, 4, 0.8)]
+    temperature, top_k, top_p = (list(column) for column in zip(*choices, strict=True))
+    n = len(choices)
+    for seed in range(30):
+        table = logits(n, seed, width=101)
+        together = rows(n, temperature, top_k, top_p)
+        result = sample(table, together)
+        for i in range(n):
+            one = SamplingRows(
+                *(getattr(together, f)[i : i + 1] for f in ("temperature", "top_k", "top_p", "keys", "positions"))
+            )
+            alone = sample(table[i : i + 1], one)
+            for a, b in zip(alone, result, strict=True):
+                assert a[0].item() == b[i].item(), (seed, choices[i])
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("temperature", -0.1), ("top_k", -1), ("top_p", 0.0), ("top_p", 1.5), ("temperature", math.nan)],
+)
+def test_impossible_settings_are_one_sentence(field, value):
+    with pytest.raises(UserError, match=f"^{field} = {value}: must"):
+        Sampling(**{field: value})
