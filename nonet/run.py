@@ -6,8 +6,8 @@
     trajectories/   step-000012.jsonl
     report.html
 
-Invariant: a checkpoint directory that exists is whole. `events.jsonl` may end in a torn line after a crash; it is
-cut back to the last whole line at the next start, and back to the checkpoint that the run continues from.
+Invariant: a checkpoint directory that exists is whole. `events.jsonl` may end in a torn line after a crash; it is cut
+back to the last whole line at the next start, and back to the checkpoint that the run continues from.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The nouns every room shares, and the protocols rooms meet through.
 
-Owns: Message, Task, HarnessSpec, Segment, Trajectory, Request, Completion. Nothing here holds a tensor
-or does work; the two nouns that do hold tensors live beside the code that fills them
-(`model.state.SequenceState`, `rl.batch.PackedBatch`).
+Owns: Message, Task, HarnessSpec, Segment, Trajectory, Request, Completion. Nothing here holds a tensor or does work;
+the two nouns that do hold tensors live beside the code that fills them (`model.state.SequenceState`,
+`rl.batch.PackedBatch`).
 
-Invariant: `Trajectory.tokens` is exactly what the model saw, in order. Every trained token is one of these;
-text is derived from tokens for people to read and never travels back.
+Invariant: `Trajectory.tokens` is exactly what the model saw, in order. Every trained token is one of these; text is
+derived from tokens for people to read and never travels back.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ class SandboxRecipe:
 class Task:
     """One problem. `data` is for the verifier alone and is never rendered.
 
-    `id` is unique over source, split and index ("general.add/train/17"); `seed` is the number its
-    random choices came from; `rewards` names entries of the reward registry (`tasks.rewards`).
+    `id` is unique over source, split and index ("general.add/train/17"); `seed` is the number its random choices came
+    from; `rewards` names entries of the reward registry (`tasks.rewards`).
     """
 
     id: str
@@ -169,10 +169,10 @@ class HarnessSpec:
 class Segment:
     """A run of tokens by one author under one policy version.
 
-    Policy segments carry one log-prob per token, twice: `logprobs` after the sampling transform
-    (temperature, top-k, top-p: the behaviour policy that drew the token) and `raw_logprobs` before it.
-    A version boundary is a segment boundary. Prompt and tool segments carry neither. `texts` is what the tools printed
-    (tool segments only): their tokens also hold the template's marks around it.
+    Policy segments carry one log-prob per token, twice: `logprobs` after the sampling transform (temperature, top-k,
+    top-p: the behaviour policy that drew the token) and `raw_logprobs` before it. A version boundary is a segment
+    boundary. Prompt and tool segments carry neither. `texts` is what the tools printed (tool segments only): their
+    tokens also hold the template's marks around it.
     """
 
     author: Author
@@ -198,9 +198,9 @@ class Segment:
 class Trajectory:
     """Append-only segments of one attempt at one task.
 
-    `group` counts task draws over the run, `sample` the siblings inside a group. `sandbox` is the last
-    checkpoint (opaque, JSON-able); `rewards` fills when the trajectory is scored. `parent` names the
-    trajectory this one was compacted or forked from.
+    `group` counts task draws over the run, `sample` the siblings inside a group. `sandbox` is the last checkpoint
+    (opaque, JSON-able); `rewards` fills when the trajectory is scored. `parent` names the trajectory this one was
+    compacted or forked from.
     """
 
     task_id: str
@@ -223,8 +223,7 @@ class Trajectory:
         return tuple(t for s in self.segments for t in s.tokens)
 
     def append(self, segment: Segment) -> None:
-        """Add a segment; policy words under the version of the last segment extend it, so pauses leave no trace
-        there.
+        """Add a segment; policy words under the version of the last segment extend it, so pauses leave no trace there.
         """
         last = self.segments[-1] if self.segments else None
         if (
@@ -305,9 +304,9 @@ class Sampling:
 class Request:
     """The engine's only door: token ids in, token ids out.
 
-    `stream` names the random stream: (seed, stream, position in the context) decides each draw, so a result
-    depends neither on batch-mates nor on where a pause fell (law 18). `hold` asks the engine to remember the state when
-    this request stops, for a later request of the same id whose tokens extend it (the next turn).
+    `stream` names the random stream: (seed, stream, position in the context) decides each draw, so a result depends
+    neither on batch-mates nor on where a pause fell (law 18). `hold` asks the engine to remember the state when this
+    request stops, for a later request of the same id whose tokens extend it (the next turn).
     """
 
     id: str

@@ -1,8 +1,7 @@
 """`make evidence NAME=house`: run what an issue must show and print it as a table.
 
 Each line is a function that returns figures and whether they suffice. Results are kept in .evidence/NAME.json, so an
-interrupted
-collection continues; long lines are runs that resume by themselves. `--fresh` forgets earlier results.
+interrupted collection continues; long lines are runs that resume by themselves. `--fresh` forgets earlier results.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Evidence of the house: the main job, a real model, crash safety, laws, speed, report. Commands a reader can
-run alone.
+"""Evidence of the house: the main job, a real model, crash safety, laws, speed, report. Commands a reader can run
+alone.
 """
 
 from __future__ import annotations

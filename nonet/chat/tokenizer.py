@@ -1,10 +1,10 @@
 """The tokenizer of a model directory: its vocabulary, its chat template, its stop ids.
 
-Owns the only two roads from text to tokens: a whole conversation (`prompt`) and what follows an assistant turn that
-the policy already wrote (`continuation`). Sampled ids are never decoded and encoded again (law 10).
+Owns the only two roads from text to tokens: a whole conversation (`prompt`) and what follows an assistant turn that the
+policy already wrote (`continuation`). Sampled ids are never decoded and encoded again (law 10).
 
-Invariant: text inside a message cannot become a control token. A literal "<|im_end|>" in a tool's output is encoded
-as ordinary characters.
+Invariant: text inside a message cannot become a control token. A literal "<|im_end|>" in a tool's output is encoded as
+ordinary characters.
 """
 
 from __future__ import annotations
@@ -84,8 +84,7 @@ class Tokenizer:
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
-        """Every id that ends a completion: generation_config's (one or several), the tokenizer's EOS, the
-        turn's end.
+        """Every id that ends a completion: generation_config's (one or several), the tokenizer's EOS, the turn's end.
         """
         ids = self.generation.get("eos_token_id")  # id 0 is an id like any other
         found = set(ids if isinstance(ids, list) else [] if ids is None else [ids])

@@ -1,8 +1,7 @@
 """Train a byte-level BPE tokenizer and write it as a Hugging Face directory with a plain chat template.
 
 Digits are single tokens, so that arithmetic is written column by column; runs of lower-case letters never merge with
-their
-surroundings, so that a word is the same tokens wherever it is quoted, copied or called; every byte has a token.
+their surroundings, so that a word is the same tokens wherever it is quoted, copied or called; every byte has a token.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Continuous batching over one model: many requests decode together, each as if alone.
 
-The rows that decode are always the first `len(self._active)` rows of one SequenceState, so a step works on views; a
-row that
-ends is filled by the last. Three things save prefill: equal prompts waiting together are computed once; a finished
+The rows that decode are always the first `len(self._active)` rows of one SequenceState, so a step works on views; a row
+that ends is filled by the last. Three things save prefill: equal prompts waiting together are computed once; a finished
 request that was submitted with `hold` keeps its state, and the next request whose tokens extend it starts from there;
 both are dropped by `load`, because memory written by other weights would lie.
 

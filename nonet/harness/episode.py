@@ -34,8 +34,8 @@ class Episode:
         return self.tokenizer.prompt([{"role": m.role, "content": m.text} for m in self.transcript])
 
     def observe(self, turn: Sequence[int]) -> Segment | None:
-        """Take the policy's finished turn (its end token included). Returns the tool segment that follows, or
-        None at the end.
+        """Take the policy's finished turn (its end token included). Returns the tool segment that follows, or None at
+        the end.
         """
         message, error = self._read(turn)
         if error is None and not message.calls:

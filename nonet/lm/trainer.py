@@ -1,7 +1,7 @@
 """Supervised training that survives `kill -9`: every batch is a pure function of its step.
 
-Loss: mean cross-entropy over the masked-in tokens, plus mtp_weight times the same two tokens ahead (DeepSeek-V3 /
-K3 multi-token prediction). Optimiser: Muon and AdamW (`model.optimizer`), linear warm-up and linear decay.
+Loss: mean cross-entropy over the masked-in tokens, plus mtp_weight times the same two tokens ahead (DeepSeek-V3 / K3
+multi-token prediction). Optimiser: Muon and AdamW (`model.optimizer`), linear warm-up and linear decay.
 """
 
 from __future__ import annotations

@@ -113,8 +113,8 @@ class GQA(nn.Module):
 class MLA(nn.Module):
     """Gated multi-head latent attention without positions (k3 section 1.3).
 
-    Expanded (keys and values of every head materialised) when the call is fresh; absorbed (queries projected into
-    the latent space, so the cache stays one latent per position) when it extends a state. Both are the same map.
+    Expanded (keys and values of every head materialised) when the call is fresh; absorbed (queries projected into the
+    latent space, so the cache stays one latent per position) when it extends a state. Both are the same map.
     """
 
     def __init__(self, config: ModelConfig):
@@ -139,9 +139,8 @@ class MLA(nn.Module):
         latent_BTR = torch.cat([self.kv_a_layernorm(latent), extra], -1)
         if state is not None:
             latent_BTR = cached(state["latent"].unsqueeze(1), latent_BTR.unsqueeze(1), span).squeeze(1)
-        o_BHTV = (
-            self._absorbed(q, latent_BTR, span) if span.mask_B1TL is not None else self._expanded(q, latent_BTR, span)
-        )
+        attended = self._expanded if span.mask_B1TL is None else self._absorbed
+        o_BHTV = attended(q, latent_BTR, span)
         gated = torch.sigmoid(self.g_proj(x_BTD)) * o_BHTV.transpose(1, 2).reshape(B, T, -1)
         return self.o_proj(gated)
 

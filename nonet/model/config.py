@@ -1,7 +1,7 @@
 """Every dimension of a model, and the cost arithmetic that follows from it.
 
-One config describes both families: plain decoders (`mixers` all "gqa", rotary positions) and K3-shaped hybrids
-("kda" and "mla", no positions). Names follow the Hugging Face configs they are read from (k3: `kimi_linear`).
+One config describes both families: plain decoders (`mixers` all "gqa", rotary positions) and K3-shaped hybrids ("kda"
+and "mla", no positions). Names follow the Hugging Face configs they are read from (k3: `kimi_linear`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Hugging Face directories in and out: config.json and safetensors, one file or sharded.
 
-Owns: tensor names on disk, the audit of a directory against its config, and the writing of shards.
-Invariant: a model is loaded whole or not at all, and save then load is bitwise the same model.
-Refuses, naming file and tensor: anything missing, surplus, wrongly shaped, not finite or unreadable.
+Owns: tensor names on disk, the audit of a directory against its config, and the writing of shards. Invariant: a model
+is loaded whole or not at all, and save then load is bitwise the same model. Refuses, naming file and tensor: anything
+missing, surplus, wrongly shaped, not finite or unreadable.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """config.json in and out: the Hugging Face fields of llama, qwen2, qwen3 and kimi_linear <-> ModelConfig.
 
 Owns: which field means what, and the keys of each family. What the standard keys of a family cannot say (a field the
-family has no key for, or a default it spells out) is kept under "nonet".
-Invariant: from_json(to_json(c)) == c for every ModelConfig.
-Refuses, naming field and value: any setting that would change the maths and that the model does not implement.
+family has no key for, or a default it spells out) is kept under "nonet". Invariant: from_json(to_json(c)) == c for
+every ModelConfig. Refuses, naming field and value: any setting that would change the maths and that the model does not
+implement.
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ from nonet.ops.kda import kda_chunk, kda_step_
 
 class KDA(nn.Module):
     """q, k, v: linear -> causal depthwise convolution -> SiLU, q and k L2-normalised; bounded decay per key channel;
-    output sigmoid(g_proj x) * RMSNorm_head(o)."""
+    output sigmoid(g_proj x) * RMSNorm_head(o).
+    """
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -56,8 +57,7 @@ class KDA(nn.Module):
         return self.lower * torch.sigmoid(self.A_log.exp().repeat_interleave(self.dim) * z)
 
     def _convolve(self, mixed_BTC: Tensor, span: Span, state: dict | None) -> Tensor:
-        """Depthwise causal convolution as `kernel` shifted products; keeps the last kernel-1 real inputs in the
-        state.
+        """Depthwise causal convolution as `kernel` shifted products; keeps the last kernel-1 real inputs in the state.
         """
         past = self.kernel - 1
         if state is None:

@@ -75,8 +75,8 @@ class Model(nn.Module):
     def forward(self, tokens_BT: Tensor, state: SequenceState | None = None, counts_B: Tensor | None = None) -> Tensor:
         """hidden_BTD before the final norm.
 
-        counts_B: how many of the T tokens of each row are real (right padding after them); None: all.
-        state: extended in place by each row's real tokens; None: fresh sequences, nothing kept.
+        counts_B: how many of the T tokens of each row are real (right padding after them); None: all. state: extended
+        in place by each row's real tokens; None: fresh sequences, nothing kept.
         """
         span = self._span(tokens_BT, state, counts_B)
         rotation = self._rotation(span.positions_BT)

@@ -1,8 +1,7 @@
 """Muon for the matrices inside blocks, AdamW for everything else: K3's split, with torch's own Muon.
 
 Muon orthogonalises each matrix's momentum (Newton-Schulz), scaled to the root-mean-square an AdamW step has, so one
-learning rate
-serves both. Embeddings, the head, norms, biases, convolutions and per-head scalars stay with AdamW.
+learning rate serves both. Embeddings, the head, norms, biases, convolutions and per-head scalars stay with AdamW.
 """
 
 from __future__ import annotations

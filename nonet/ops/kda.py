@@ -2,9 +2,9 @@
 
     S_t = Diag(exp g_t) S_{t-1};  S_t += beta_t k_t (v_t - S_t^T k_t)^T;  o_t = S_t^T q_t
 
-`kda_recurrent` is the definition. `kda_chunk` is the same map computed a chunk at a time with matrix products
-(forward; backward by autograd); law 1 holds them equal. Both take and return the state explicitly, and a position
-with beta = 0 and g = 0 leaves it untouched, which is how padding is passed through.
+`kda_recurrent` is the definition. `kda_chunk` is the same map computed a chunk at a time with matrix products (forward;
+backward by autograd); law 1 holds them equal. Both take and return the state explicitly, and a position with beta = 0
+and g = 0 leaves it untouched, which is how padding is passed through.
 """
 
 from __future__ import annotations
@@ -56,9 +56,8 @@ def kda_chunk(
 ) -> tuple[Tensor, Tensor]:
     """Chunks of 16 positions as dense matrix products; g must lie in [lower_bound, 0].
 
-    Inside a chunk the cumulative log decay G spans at most 16 * |lower_bound| = 80, so exp(G) and exp(-G), both
-    shifted by half that span, stay within e^40 of 1: no overflow and no denormals in float32.
-    Returns (o_BTHV, state_BHKV).
+    Inside a chunk the cumulative log decay G spans at most 16 * |lower_bound| = 80, so exp(G) and exp(-G), both shifted
+    by half that span, stay within e^40 of 1: no overflow and no denormals in float32. Returns (o_BTHV, state_BHKV).
     """
     B, T, H, K = q_BTHK.shape
     N = -(-T // CHUNK)
@@ -95,8 +94,7 @@ def _chunks(x_BTHK: Tensor, N: int) -> Tensor:
 
 
 def _inverse_unit_lower(L: Tensor) -> Tensor:
-    """(I + L)^-1 for strictly lower triangular L of size 16: (I - L)(I + L^2)(I + L^4)(I + L^8), exact since
-    L^16 = 0.
+    """(I + L)^-1 for strictly lower triangular L of size 16: (I - L)(I + L^2)(I + L^4)(I + L^8), exact since L^16 = 0.
     """
     I = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device)
     L2 = L @ L

@@ -1,7 +1,7 @@
 """Counter-based random numbers: Philox-4x32-10 (Salmon et al., SC 2011), vectorised in numpy.
 
-A draw is a pure function of (key, counter). The engine keys by (seed, stream name) and counts by position, so
-results do not depend on batch-mates, workers or pause points (law 18).
+A draw is a pure function of (key, counter). The engine keys by (seed, stream name) and counts by position, so results
+do not depend on batch-mates, workers or pause points (law 18).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def stream_key(seed: int, stream: str) -> tuple[int, int]:
 
 
 def uniforms(keys: np.ndarray, positions: np.ndarray, purpose: int = 0) -> np.ndarray:
-    """One double in [0, 1) per row from 53 bits. keys: [B, 2] from `stream_key`; positions: [B]; purpose
-    separates uses.
+    """One double in [0, 1) per row from 53 bits. keys: [B, 2] from `stream_key`; positions: [B]; purpose separates
+    uses.
     """
     counter = np.zeros((len(positions), 4), np.uint64)
     counter[:, 0] = positions

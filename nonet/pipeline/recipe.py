@@ -80,8 +80,7 @@ def load_recipe(files: Sequence[Path | str], overrides: Sequence[str] = (), quic
 def single_job(
     model: Path, tasks: str, reward: str, harness: str, sft_steps: int, eval_prompts: int, overrides: Sequence[str]
 ) -> Recipe:
-    """The recipe behind `nonet rl` and `nonet sft`: one model directory, one task spec, defaults fit for a real
-    model.
+    """The recipe behind `nonet rl` and `nonet sft`: one model directory, one task spec, defaults fit for a real model.
     """
     values: dict[str, Any] = {
         "start": {"model": str(model)},

@@ -1,5 +1,5 @@
-"""RL with partial rollouts. Reading order: loop.py (one iteration), pool.py, rollout.py, advantage.py,
-batch.py, objective.py, learner.py.
+"""RL with partial rollouts. Reading order: loop.py (one iteration), pool.py, rollout.py, advantage.py, batch.py,
+objective.py, learner.py.
 """
 
 from nonet.rl.config import RLConfig

@@ -18,7 +18,8 @@ from nonet.rl.advantage import Scored
 @dataclass
 class PackedBatch:
     """tokens_T ids; mask_T trained tokens; behaviour_T log-prob at sampling; advantage_T; version_T (-1: not policy);
-    starts: first index of each row, plus the total."""
+    starts: first index of each row, plus the total.
+    """
 
     tokens_T: Tensor
     mask_T: Tensor

@@ -43,8 +43,8 @@ def gain(before: Mapping[str, float], after: Mapping[str, float]) -> Estimate:
 def evaluate(
     model: Model, setting: Setting, indices: Sequence[int], temperature: float, max_tokens: int, max_batch: int = 384
 ) -> list[Trajectory]:
-    """One attempt at each held-out task, in index order. Failed attempts (sandbox, reward) are returned with
-    their reason.
+    """One attempt at each held-out task, in index order. Failed attempts (sandbox, reward) are returned with their
+    reason.
     """
     trajectories = [Trajectory(setting.task("heldout", i).id, i, 0) for i in indices]
     sampling = Sampling(temperature=temperature, seed=setting.seed)

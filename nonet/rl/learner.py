@@ -63,8 +63,8 @@ class Learner:
         return c.lr * up * (c.decay_to + (1 - c.decay_to) * max(0.0, 1 - step / c.steps))
 
     def _check_ratio(self, batch: PackedBatch, micro: list[int], part: Padded, log_ratio_N: Tensor) -> None:
-        """On equal weights the learner must reproduce the sampler's log-probs; if not, some input differs from
-        what was seen.
+        """On equal weights the learner must reproduce the sampler's log-probs; if not, some input differs from what was
+        seen.
         """
         where = part.mask_BT[:, 1:]
         fresh_BT = where & (part.version_BT[:, 1:] == self.version)

@@ -1,9 +1,8 @@
 """Synchronous RL with partial rollouts (K3 section 4.2): the first walk of the architecture document, top to bottom.
 
 One iteration is a pure function of what a checkpoint holds (weights, optimiser, pool, step): killed anywhere, it is
-replayed from the
-last checkpoint with the same outcome, so every sampled prompt is trained exactly once in the surviving history (law
-17).
+replayed from the last checkpoint with the same outcome, so every sampled prompt is trained exactly once in the
+surviving history (law 17).
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The pool of groups that are not yet trained: which trajectories run next, which groups are complete.
 
 Exactly-once accounting lives here. A group is drawn once (`next_group` only grows), held until its last sibling has
-ended, and
-released once. Parked trajectories go first, oldest policy version first; new groups only fill what room is left.
-Finished samples that wait for their siblings are not active, so they never count toward the pause fraction
+ended, and released once. Parked trajectories go first, oldest policy version first; new groups only fill what room is
+left. Finished samples that wait for their siblings are not active, so they never count toward the pause fraction
 (counting them would live-lock the loop below about one half).
 """
 

@@ -1,8 +1,8 @@
 """Play trajectories against a Generator until enough have ended; park the rest.
 
 Invariant: what the policy wrote is appended as it came, ids and log-probs together; nothing is decoded and encoded
-again. A failure at a sandbox edge ends that trajectory with a stop reason that says so, and no other.
-Rewards are computed in threads while generation goes on; they decide nothing before `run` returns.
+again. A failure at a sandbox edge ends that trajectory with a stop reason that says so, and no other. Rewards are
+computed in threads while generation goes on; they decide nothing before `run` returns.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _SCORERS = 2  # threads that wait for verifiers
 
 
 class Rollout:
-    """open_episode(trajectory) opens the attempt a trajectory records, new or parked; score(trajectory,
-    episode) judges it.
+    """open_episode(trajectory) opens the attempt a trajectory records, new or parked; score(trajectory, episode) judges
+    it.
     """
 
     def __init__(

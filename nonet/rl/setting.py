@@ -22,8 +22,8 @@ Split = Literal["train", "heldout"]
 
 @dataclass(frozen=True)
 class Setting:
-    """efforts: each index draws one of these. rewards: used for every task in place of the ones it names (None:
-    its own).
+    """efforts: each index draws one of these. rewards: used for every task in place of the ones it names (None: its
+    own).
     """
 
     source: TaskSource
