@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -24,6 +25,9 @@ Recipes = Annotated[list[str], typer.Argument(help="TOML files, merged left to r
 
 def main() -> None:
     """Entry point: a UserError becomes one sentence and exit status 2."""
+    # Threads that spin while they wait make a busy machine ten times slower and an idle one hardly faster (docs/log.md).
+    # OpenMP reads this when torch is loaded, which is later.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         app()
     except UserError as e:

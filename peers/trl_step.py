@@ -32,8 +32,9 @@ def main(folder: Path) -> None:
             raise AssertionError(f"prompt {p.text!r}: ids {found} here, {p.ids} there")
 
     def reward(completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
-        if {len(ids) for ids in completion_ids} != {work.new_tokens} or len(completions) != work.completions:
-            raise AssertionError(f"completions of {sorted({len(i) for i in completion_ids})} tokens, not {work.new_tokens}")
+        lengths = [len(ids) for ids in completion_ids]
+        if lengths != [work.new_tokens] * work.completions:
+            raise AssertionError(f"completions of {lengths} tokens; needs {work.completions} of {work.new_tokens}")
         return [hash_reward(text, work.seed) for text in completions]
 
     trainer = TimedTrainer(

@@ -105,21 +105,23 @@ def varied(task: Task, transcript: Sequence[Message], sandbox: Sandbox | None) -
 
 
 class Scripted:
-    """A Generator that writes what it is told: turns[id] lists the ids of each turn; one token a step, all in step.
+    """A Generator that writes what it is told: turns(id, n) gives the ids of a request's n-th turn, one a step.
 
-    Log-probs are made-up but tell tokens apart: -(position + 1) / 1000 behind the policy, half of that raw.
+    Log-probs are made up but tell positions apart: -(position + 1) / 1000, half of that raw. After `patience` steps it
+    claims to have nothing left, so that a rollout pauses there.
     """
 
     def __init__(self, turns: Callable[[str, int], Sequence[int]], version: int = 0):
         self.turns, self.version = turns, version
         self.requests: list[Request] = []
+        self.patience, self._steps = 1 << 60, 0
         self._spoken: dict[str, int] = {}
         self._rows: dict[str, tuple[Request, list[int], list[int]]] = {}
         self._owed: dict[str, list[int]] = {}
 
     @property
     def busy(self) -> bool:
-        return bool(self._rows)
+        return bool(self._rows) and self._steps < self.patience
 
     def submit(self, request: Request) -> None:
         self.requests.append(request)
@@ -133,6 +135,7 @@ class Scripted:
 
     def step(self) -> list[Completion]:
         ended = []
+        self._steps += 1
         for name, (request, script, written) in list(self._rows.items()):
             written.append(script.pop(0))
             if written[-1] in request.stop_ids:
@@ -142,6 +145,7 @@ class Scripted:
         return ended
 
     def pause(self) -> list[Completion]:
+        self._steps = 0
         self._owed |= {name: script for name, (_, script, _) in self._rows.items()}
         return [self._completion(name, "paused") for name in list(self._rows)]
 

@@ -63,6 +63,7 @@ def open_loop(work: Workload, folder: Path) -> Loop:
         fraction=1.0,
         max_tokens=work.new_tokens,
         lr=work.lr,
+        optimizer="adamw",
         warmup=0,
         minibatches=1,
         keep_groups=0,  # TRL writes no trajectories either
@@ -129,8 +130,8 @@ def write_tokenizer(out: Path) -> int:
     core.decoder = decoders.ByteLevel()
     core.add_special_tokens([PAD, END, ASSISTANT])
     core.save(str(out / "tokenizer.json"))
-    config = {"eos_token": END, "pad_token": PAD, "chat_template": TEMPLATE, "tokenizer_class": "PreTrainedTokenizerFast"}
-    (out / "tokenizer_config.json").write_text(json.dumps(config))
+    names = {"eos_token": END, "pad_token": PAD, "tokenizer_class": "PreTrainedTokenizerFast"}
+    (out / "tokenizer_config.json").write_text(json.dumps({**names, "chat_template": TEMPLATE}))
     ends = {"eos_token_id": core.token_to_id(END), "pad_token_id": core.token_to_id(PAD)}
     (out / "generation_config.json").write_text(json.dumps(ends))
     return core.get_vocab_size()

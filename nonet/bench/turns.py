@@ -138,8 +138,10 @@ class Worker:
         return f"the {self.name} worker ended with status {self._process.returncode}: {tail or 'it said nothing'}"
 
 
-def interleave(a: Worker, b: Worker, warmup: int, pairs: int, at_least: int, limit_s: float) -> Iterator[tuple[Turn, Turn]]:
-    """(a's step, b's step) side by side, after unreported warm-up pairs; fewer than `pairs` once limit_s has passed."""
+def interleave(
+    a: Worker, b: Worker, warmup: int, pairs: int, at_least: int, limit_s: float
+) -> Iterator[tuple[Turn, Turn]]:
+    """(a's step, b's step) side by side, after unreported warm-up pairs; once limit_s has passed, `at_least` do."""
     began, given = time.monotonic(), 0
     for i in range(warmup + pairs):
         if given >= at_least and time.monotonic() - began > limit_s:

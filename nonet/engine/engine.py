@@ -20,10 +20,11 @@ from torch import Tensor
 
 from nonet.engine.sampler import SamplingRows, sample
 from nonet.model import Model, SequenceState
-from nonet.ops.rng import stream_key
+from nonet.ops.rng import stream_key, uniforms
 from nonet.types import Completion, FinishReason, Request, UserError
 
 _GROW = 64
+_AHEAD = 64  # draws computed at once per row: numpy needs hardly longer for 64 than for one
 _GATHER_SHARE, _GATHER_STEPS = 8, 4
 
 
@@ -36,6 +37,7 @@ class _Row:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     raw_logprobs: list[float] = field(default_factory=list)
+    draws: list[float] = field(default_factory=list)  # of _AHEAD positions, filled by _draws
 
     @property
     def length(self) -> int:
@@ -49,6 +51,16 @@ class _Held:
     tokens: tuple[int, ...]
     state: SequenceState
     row: int
+
+
+@dataclass
+class _Steady:
+    """What decode steps over the same rows share: their place in the state, what they are fed, how they sample."""
+
+    state: SequenceState
+    last_B1: Tensor
+    sampling: SamplingRows
+    longest: int
 
 
 @dataclass
@@ -69,6 +81,7 @@ class Engine:
         self._in_flight: dict[str, None] = {}  # ids of both, in order of arrival
         self._held: dict[str, _Held] = {}
         self._state: SequenceState | None = None
+        self._steady: _Steady | None = None  # dropped whenever a row comes, goes or moves
         self._gathered = 0
         self.decode_steps = 0
 
@@ -124,7 +137,7 @@ class Engine:
         partial = [self._completion(row, "paused") for row in self._active]
         partial += [Completion(r.id, (), (), (), "paused", self.version) for r in self._waiting]
         arrival = {name: i for i, name in enumerate(self._in_flight)}
-        self._active, self._state, self._gathered = [], None, 0
+        self._active, self._state, self._steady, self._gathered = [], None, None, 0
         self._waiting.clear()
         self._in_flight.clear()
         self._held.clear()
@@ -169,21 +182,28 @@ class Engine:
     def _forward(self, plan: _Plan) -> Tensor:
         if not plan.arriving:
             self.decode_steps += 1
-            self._reserve(len(self._active), max(r.length for r in self._active))
-            last = torch.tensor([[r.tokens[-1]] for r in plan.rows])
-            return self._feed(last, self._rows_in_use(), None)
+            steady = self._same_rows()
+            return self._feed(steady.last_B1, steady.state, None)
         if self._extends_held(plan.rows[0].request):
             state, logits_BW = self._extend_held(plan.rows)
         else:
             state, logits_BW = self._prefill(plan.rows)
-        at = len(self._active)
+        at, self._steady = len(self._active), None
         self._reserve(at + len(plan.rows), max(r.length for r in plan.rows) + 1)
         assert self._state is not None
         self._state.write(at, state)
         return logits_BW
 
     def _commit(self, plan: _Plan, logits_BW: Tensor) -> list[Completion]:
-        tokens, logprobs, raw = (x.tolist() for x in sample(logits_BW, _sampling(plan.rows)))
+        steady = self._steady
+        how = _sampling(plan.rows) if steady is None else steady.sampling
+        how.draws = _draws(plan.rows)
+        drawn = sample(logits_BW, how)
+        tokens, logprobs, raw = (x.tolist() for x in drawn)
+        if steady is not None:
+            steady.last_B1 = drawn[0].unsqueeze(1)
+            steady.longest += 1
+            how.positions += 1
         offset = len(self._active) if plan.arriving else 0
         if plan.arriving:
             self._active = self._active + plan.rows
@@ -267,6 +287,7 @@ class Engine:
     def _remove(self, indices: list[int]) -> None:
         """Fill each freed row with the last one, highest first so that the last is always a survivor."""
         assert self._state is not None
+        self._steady = None
         active = list(self._active)
         for i in sorted(indices, reverse=True):
             last = len(active) - 1
@@ -276,7 +297,19 @@ class Engine:
             active.pop()
         self._active = active
 
-    def _rows_in_use(self) -> SequenceState:
+    def _same_rows(self) -> _Steady:
+        """The record of the active rows, made anew after a change, with room for what they are fed next."""
+        if self._steady is None:
+            last = torch.tensor([[r.tokens[-1]] for r in self._active])
+            longest = max(r.length for r in self._active)
+            self._steady = _Steady(self._view(longest), last, _sampling(self._active), longest)
+        elif self._steady.longest > self._steady.state.capacity:
+            self._steady.state = self._view(self._steady.longest)
+        return self._steady
+
+    def _view(self, capacity: int) -> SequenceState:
+        """The active rows of the state, which has room for `capacity` positions."""
+        self._reserve(len(self._active), capacity)
         assert self._state is not None
         return self._state.rows(0, len(self._active))
 
@@ -318,3 +351,14 @@ def _sampling(rows: list[_Row]) -> SamplingRows:
         keys=np.array([r.key for r in rows], np.uint64),
         positions=np.array([r.length for r in rows], np.uint64),
     )
+
+
+def _draws(rows: list[_Row]) -> np.ndarray:
+    """The uniform of each row's next position: a pure function of its key and position, computed _AHEAD at once."""
+    due = [r for r in rows if len(r.tokens) % _AHEAD == 0]
+    if due:
+        keys = np.repeat(np.array([r.key for r in due], np.uint64), _AHEAD, axis=0)
+        positions = np.array([r.length for r in due], np.uint64)[:, None] + np.arange(_AHEAD, dtype=np.uint64)
+        for row, ahead in zip(due, uniforms(keys, positions.reshape(-1)).reshape(-1, _AHEAD).tolist(), strict=True):
+            row.draws = ahead
+    return np.array([r.draws[len(r.tokens) % _AHEAD] for r in rows])

@@ -7,6 +7,7 @@ row's logits and (seed, stream, position).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -17,13 +18,28 @@ from nonet.ops.rng import uniforms
 
 @dataclass
 class SamplingRows:
-    """Per-row sampling parameters, parallel arrays. positions: index of the token about to be drawn."""
+    """Per-row sampling parameters, parallel arrays. positions: index of the token about to be drawn.
+
+    draws: the uniforms of (keys, positions) where they were computed ahead; None: they are computed here.
+    """
 
     temperature: np.ndarray
     top_k: np.ndarray
     top_p: np.ndarray
     keys: np.ndarray
     positions: np.ndarray
+    draws: np.ndarray | None = None
+
+    @cached_property
+    def plain(self) -> bool:
+        """True when every row samples from the model's own distribution."""
+        return bool(((self.temperature == 1) & (self.top_k == 0) & (self.top_p == 1)).all())
+
+    @cached_property
+    def greedy(self) -> np.ndarray | None:
+        """Which rows are greedy; None when none is."""
+        found = self.temperature == 0
+        return found if found.any() else None
 
 
 def sample(logits_BW: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor, Tensor]:
@@ -34,17 +50,19 @@ def sample(logits_BW: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor, Tenso
     raw_BW = logits_BW.float().log_softmax(-1)
     shaped_BW = _transform(raw_BW, rows)
     cdf_BW = shaped_BW.double().exp().cumsum(-1)
-    u_B = torch.from_numpy(uniforms(rows.keys, rows.positions)).to(cdf_BW.device)
-    targets_B1 = (u_B * cdf_BW[:, -1]).unsqueeze(1)
-    tokens_B = torch.searchsorted(cdf_BW, targets_B1, right=True).squeeze(1)
-    # u < 1 keeps u * total below total except by rounding; then the last token with mass is meant.
-    tokens_B = torch.where(targets_B1.squeeze(1) >= cdf_BW[:, -1], _last_with_mass(shaped_BW), tokens_B)
-    greedy_B = torch.from_numpy(rows.temperature == 0).to(cdf_BW.device)
-    if greedy_B.any():
-        tokens_B = torch.where(greedy_B, raw_BW.argmax(-1), tokens_B)
-    index = tokens_B.unsqueeze(1)
-    logprobs_B = shaped_BW.gather(1, index).squeeze(1)
-    return tokens_B, logprobs_B.masked_fill(greedy_B, 0.0), raw_BW.gather(1, index).squeeze(1)
+    draws = uniforms(rows.keys, rows.positions) if rows.draws is None else rows.draws
+    u_B1, total_B1 = torch.from_numpy(draws).to(cdf_BW.device).unsqueeze(1), cdf_BW[:, -1:]
+    # u < 1 keeps u * total below total except by rounding; then the token that completes the mass is meant.
+    target_B1 = torch.minimum(u_B1 * total_B1, total_B1.nextafter(torch.zeros_like(total_B1)))
+    token_B1 = torch.searchsorted(cdf_BW, target_B1, right=True)
+    greedy_B1 = None if rows.greedy is None else torch.from_numpy(rows.greedy).to(cdf_BW.device).unsqueeze(1)
+    if greedy_B1 is not None:
+        token_B1 = torch.where(greedy_B1, raw_BW.argmax(-1, keepdim=True), token_B1)
+    before_B1 = raw_BW.gather(1, token_B1)
+    after_B1 = before_B1 if shaped_BW is raw_BW else shaped_BW.gather(1, token_B1)
+    if greedy_B1 is not None:
+        after_B1 = after_B1.masked_fill(greedy_B1, 0.0)
+    return token_B1.squeeze(1), after_B1.squeeze(1), before_B1.squeeze(1)
 
 
 def _transform(raw_BW: Tensor, rows: SamplingRows) -> Tensor:
@@ -52,8 +70,7 @@ def _transform(raw_BW: Tensor, rows: SamplingRows) -> Tensor:
 
     A step touches only the rows that ask for it: what a row gets, to the last bit, is no business of its batch-mates.
     """
-    plain = (rows.temperature == 1) & (rows.top_k == 0) & (rows.top_p == 1)
-    if plain.all():
+    if rows.plain:
         return raw_BW
     temperature = np.where(rows.temperature == 0, 1.0, rows.temperature)
     scaled_BW = (raw_BW / torch.from_numpy(temperature).to(raw_BW).unsqueeze(1)).log_softmax(-1)
@@ -85,8 +102,3 @@ def _keep_top_p(logp_BW: Tensor, top_p: np.ndarray) -> Tensor:
     drop = before >= torch.from_numpy(top_p).to(mass).unsqueeze(1)
     drop[:, 0] = False
     return logp_BW.masked_fill(torch.zeros_like(drop).scatter(1, order, drop), float("-inf")).log_softmax(-1)
-
-
-def _last_with_mass(logp_BW: Tensor) -> Tensor:
-    W = logp_BW.shape[1]
-    return (logp_BW.isfinite() * torch.arange(1, W + 1, device=logp_BW.device)).argmax(-1)

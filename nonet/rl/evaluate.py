@@ -13,7 +13,7 @@ from nonet.progress import progress
 from nonet.rl.rollout import Rollout
 from nonet.rl.scoring import scorer
 from nonet.rl.setting import Setting
-from nonet.types import Sampling, Trajectory
+from nonet.types import Sampling, Trajectory, UserError
 
 Z95 = 1.959964
 
@@ -65,6 +65,8 @@ def rewards_by_task(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 def eval_event(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
     done = [t for t in trajectories if t.status == "done"]
+    if not done:
+        raise UserError(f"all {len(trajectories)} attempts failed; the first: {trajectories[0].stop_reason}")
     e = estimate([t.reward for t in done])
     return {
         "n": e.n, "reward": e.mean, "low": e.low, "high": e.high, "failed": len(trajectories) - e.n,

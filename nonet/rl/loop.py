@@ -87,12 +87,12 @@ class Loop:
         return out
 
     def _keep(self, groups: Sequence[list[Trajectory]]) -> None:
-        kept = [t for g in groups[: self.config.keep_groups] for t in g]
-        if kept:
-            records = [
-                trajectory_record(t, self.setting.task("train", t.group), self.setting.tokenizer, self.step)
-                for t in kept
-            ]
+        """Write some groups out for reading: evenly spaced, because the first are always the longest relayed."""
+        count = min(self.config.keep_groups, len(groups))
+        kept = [t for i in range(count) for t in groups[i * len(groups) // count]]
+        setting = self.setting
+        records = [trajectory_record(t, setting.task("train", t.group), setting.tokenizer, self.step) for t in kept]
+        if records:
             self.run.write_trajectories(f"step-{self.step:06d}", records)
 
     # ----------------------------------------------------------- checkpoints

@@ -86,7 +86,7 @@ class Rollout:
             result = episode.observe(turn)
         except Exception as e:  # the sandbox edge, as above
             del self._live[trajectory.id]
-            _close(episode)
+            _close(trajectory, episode)
             return _fail(trajectory, "sandbox", e)
         if result is None:
             return self._end(trajectory, episode)
@@ -103,20 +103,26 @@ class Rollout:
         try:
             self.score(trajectory, episode)
         finally:
-            _close(episode)
+            _close(trajectory, episode)
 
     def _park(self, completion: Completion) -> None:
         trajectory, episode = self._live.pop(completion.id)
         if completion.tokens:
             trajectory.append(_policy_segment(completion))
         trajectory.status = "parked"
-        trajectory.sandbox = episode.sandbox.checkpoint() if episode.sandbox is not None else None
-        _close(episode)
+        try:
+            trajectory.sandbox = episode.sandbox.checkpoint() if episode.sandbox is not None else None
+        except Exception as e:  # the sandbox edge, as above
+            _fail(trajectory, "sandbox", e)
+        _close(trajectory, episode)
 
 
-def _close(episode: Episode) -> None:
-    if episode.sandbox is not None:
-        episode.sandbox.close()
+def _close(trajectory: Trajectory, episode: Episode) -> None:
+    try:
+        if episode.sandbox is not None:
+            episode.sandbox.close()
+    except Exception as e:  # the sandbox edge, as above
+        _fail(trajectory, "sandbox", e)
 
 
 def _policy_segment(c: Completion) -> Segment:

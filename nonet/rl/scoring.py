@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 from nonet.harness import Episode
@@ -14,7 +15,10 @@ def scorer(rewards: Callable[[Task], Mapping[str, Reward]]) -> Callable[[Traject
     def score(trajectory: Trajectory, episode: Episode) -> None:
         for name, reward in rewards(episode.task).items():
             try:
-                trajectory.rewards[name] = float(reward(episode.task, episode.transcript, episode.sandbox))
+                value = float(reward(episode.task, episode.transcript, episode.sandbox))
+                if not math.isfinite(value):  # it would spread through the group's mean into every weight
+                    raise ValueError(f"{value} is not a score")
+                trajectory.rewards[name] = value
             except Exception as e:  # the reward edge: user code may do anything
                 trajectory.status, trajectory.stop_reason = "failed", f"reward {name}: {type(e).__name__}: {e}"
                 return

@@ -39,7 +39,7 @@ def full_logprobs(
     return logits.log_softmax(-1).gather(1, torch.tensor(written)[:, None])[:, 0]
 
 
-def assert_same(a: Completion, b: Completion, tolerance: float = 2e-5) -> None:
+def assert_same(a: Completion, b: Completion, tolerance: float = 1e-4) -> None:
     assert (a.tokens, a.finish_reason) == (b.tokens, b.finish_reason)
     assert a.logprobs == pytest.approx(b.logprobs, abs=tolerance)
     assert a.raw_logprobs == pytest.approx(b.raw_logprobs, abs=tolerance)
@@ -50,17 +50,17 @@ def assert_same(a: Completion, b: Completion, tolerance: float = 2e-5) -> None:
 
 @kinds
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_every_logprob_is_that_of_a_fresh_full_forward(kind, deterministic):
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 5e-6), (torch.float32, 1e-4)])
+def test_every_logprob_is_that_of_a_fresh_full_forward(kind, deterministic, dtype, bound):
     """trl#4159: the sampler's log-probs at a temperature other than 1 are those of that temperature."""
-    m = tiny.model(kind)
+    m = tiny.model(kind, dtype=dtype)
     asked = [request(f"r{t}", 3 + i, 8, seed=i, sampling=Sampling(t, seed=i)) for i, t in enumerate((1.0, 0.6, 1.7))]
     for name, c in run(m, *asked, deterministic=deterministic).items():
         r = next(r for r in asked if r.id == name)
-        expected = full_logprobs(m, r.tokens, c.tokens, r.sampling.temperature)
-        torch.testing.assert_close(torch.tensor(c.logprobs), expected, rtol=0, atol=2e-5)
-        torch.testing.assert_close(
-            torch.tensor(c.raw_logprobs), full_logprobs(m, r.tokens, c.tokens), rtol=0, atol=2e-5
-        )
+        expected = full_logprobs(m, r.tokens, c.tokens, r.sampling.temperature).float()
+        torch.testing.assert_close(torch.tensor(c.logprobs), expected, rtol=0, atol=bound)
+        plain = full_logprobs(m, r.tokens, c.tokens).float()
+        torch.testing.assert_close(torch.tensor(c.raw_logprobs), plain, rtol=0, atol=bound)
 
 
 @kinds
@@ -123,7 +123,7 @@ def test_a_held_state_continues_as_a_new_prefill_would(kind, deterministic):
         engine.submit(r)
     reused, cold = {c.id: c for c in engine.run()}, run(m, *again, deterministic=deterministic)
     for name in reused:
-        assert_same(reused[name], cold[name], 0 if deterministic else 2e-5)
+        assert_same(reused[name], cold[name], 0 if deterministic else 1e-4)
 
 
 def test_a_held_state_is_really_used_and_only_by_requests_that_extend_it(monkeypatch):
@@ -196,7 +196,7 @@ def test_a_pause_hands_back_everything_in_order_of_arrival_with_exactly_what_was
         n = len(c.tokens)
         assert (c.finish_reason, c.policy_version) == ("paused", 0)
         assert c.tokens == whole[c.id].tokens[:n]
-        assert c.logprobs == pytest.approx(whole[c.id].logprobs[:n], abs=2e-5)
+        assert c.logprobs == pytest.approx(whole[c.id].logprobs[:n], abs=1e-4)
         assert len(c.logprobs) == len(c.raw_logprobs) == n
     *first, last = [len(c.tokens) for c in partial]
     assert first == [4, 4, 4] and last < 4  # r4 had to wait for r0's row

@@ -127,7 +127,7 @@ def test_stale_tokens_are_allowed_to_have_drifted(m):
 
 
 def test_the_loss_is_the_objective_over_all_policy_tokens_and_no_others(m):
-    """trl#6367, #6369, #3823: who is in the denominator. At ratio 1: loss = -sum(A over policy tokens) / their number."""
+    """trl#6367, #6369, #3823: who is in the denominator. At ratio 1 the loss is -(sum of A) / (policy tokens)."""
     attempts = scored(m)
     tokens = sum(t.policy_tokens for t, _ in attempts)
     expected = -sum(a * t.policy_tokens for t, a in attempts) / tokens

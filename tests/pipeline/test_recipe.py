@@ -1,0 +1,67 @@
+"""Recipes: overlays, overrides, and mistakes caught before any work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nonet.pipeline import load_recipe
+from nonet.types import UserError
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+SHIPPED = sorted(p for p in RECIPES.glob("*.toml") if not p.name.endswith(".quick.toml"))
+
+
+@pytest.mark.parametrize("file", SHIPPED, ids=lambda p: p.stem)
+def test_every_recipe_we_ship_loads_with_and_without_quick(file):
+    whole = load_recipe([file])
+    if file.with_suffix(".quick.toml").exists():
+        quick = load_recipe([file], quick=True)
+        assert quick.rl.steps < whole.rl.steps
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+BASE = "[model]\nd_model = 32\nlayers = 2\nheads = 4\nd_ff = 48\n[rl]\nsteps = 9\nlr = 1e-4\n"
+
+
+def test_files_quick_and_set_apply_in_that_order(tmp_path):
+    base = write(tmp_path / "a.toml", BASE)
+    over = write(tmp_path / "b.toml", "[rl]\nsteps = 8\ngroups = 5")
+    write(tmp_path / "b.quick.toml", "[rl]\nsteps = 2\nsamples = 3")
+    assert load_recipe([base, over]).rl.steps == 8
+    quick = load_recipe([base, over], ["rl.samples=4"], quick=True)
+    assert (quick.rl.steps, quick.rl.groups, quick.rl.samples, quick.rl.lr) == (2, 5, 4, 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("rl.fractoin=0.5", "rl.fractoin: unknown key; did you mean rl.fraction?"),
+        ("cold.stepz=3", "cold.stepz: unknown key; did you mean cold.steps?"),
+        ("rk.steps=3", "rk: unknown key; did you mean rl?"),
+        ("model.d_modle=3", "model.d_modle: unknown key; did you mean model.d_model?"),
+        ("rl.fraction=1.5", "rl.fraction = 1.5: "),
+        ("rl.samples=1", "rl.samples = 1: "),
+        ("rl.ratio_low=1.2", "window [1.2, 2.0] must contain 1"),
+        ('tasks.efforts=["middling"]', "'middling' is not an effort; use low, high, max"),
+        ("model.vocab_size=300", "model.vocab_size: is the tokenizer's; set start.vocab_size"),
+        ("model.heads=5", "not a multiple"),
+        ('model.mixers=["kda"]', "names 1 mixers for 2 layers"),
+    ],
+)
+def test_mistakes_are_one_sentence_before_any_work(tmp_path, override, sentence):
+    overrides = ['model.mixers=["gqa", "gqa"]', override]
+    with pytest.raises(UserError) as caught:
+        load_recipe([write(tmp_path / "a.toml", BASE)], overrides)
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_quick_without_an_overlay_says_where_it_should_lie(tmp_path):
+    with pytest.raises(UserError, match=r"--quick: .*a\.quick\.toml does not exist"):
+        load_recipe([write(tmp_path / "a.toml", BASE)], quick=True)
