@@ -25,7 +25,7 @@ Recipes = Annotated[list[str], typer.Argument(help="TOML files, merged left to r
 
 def main() -> None:
     """Entry point: a UserError becomes one sentence and exit status 2."""
-    # Threads that spin while they wait make a busy machine ten times slower and an idle one hardly faster (docs/log.md).
+    # Threads that spin while they wait make a busy machine many times slower, an idle one hardly faster (docs/log.md).
     # OpenMP reads this when torch is loaded, which is later.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:

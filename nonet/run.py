@@ -26,20 +26,26 @@ from nonet.types import UserError
 class Run:
     """One run directory. Opening it twice in turn is how a run resumes."""
 
-    def __init__(self, path: Path | str, resolved: Mapping[str, Any] | None = None):
+    def __init__(
+        self,
+        path: Path | str,
+        resolved: Mapping[str, Any] | None = None,
+        completed: Callable[[Any], Any] = lambda settings: settings,
+    ):
+        """completed: fills into stored settings the keys that a newer Nonet has added, at their defaults."""
         self.path = Path(path)
         self.path.mkdir(parents=True, exist_ok=True)
         self._events = self.path / "events.jsonl"
         self._repair_events()
         self._repair_checkpoints()
         if resolved is not None:
-            self._settle(resolved)
+            self._settle(resolved, completed)
 
-    def _settle(self, resolved: Mapping[str, Any]) -> None:
+    def _settle(self, resolved: Mapping[str, Any], completed: Callable[[Any], Any]) -> None:
         """Write resolved.json, or insist that the run being continued had the same configuration."""
         file = self.path / "resolved.json"
         text = json.dumps(resolved, indent=1, sort_keys=True)
-        if file.exists() and (old := json.loads(file.read_text())) != json.loads(text):
+        if file.exists() and (old := completed(json.loads(file.read_text()))) != json.loads(text):
             changed = ", ".join(_differences(old, json.loads(text)))
             raise UserError(
                 f"run directory {self.path} was started with other settings ({changed}); "
@@ -111,7 +117,8 @@ class Run:
         return sorted(found, key=lambda p: int(p.name.rsplit("-", 1)[1]))
 
     def prune(self, prefix: str, keep: int) -> None:
-        for old in self.checkpoints(prefix)[:-keep]:
+        found = self.checkpoints(prefix)
+        for old in found[: max(0, len(found) - keep)]:
             shutil.rmtree(old)
 
     # ------------------------------------------------------- trajectories

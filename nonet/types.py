@@ -336,9 +336,13 @@ class Completion:
 
 
 class Generator(Protocol):
-    """Something that turns Requests into Completions: the engine, or a fake in a test."""
+    """Something that turns Requests into Completions: the engine, or a fake in a test.
+
+    context: positions one request may fill, its tokens and max_tokens together.
+    """
 
     version: int
+    context: int
 
     def submit(self, request: Request) -> None: ...
     def step(self) -> list[Completion]: ...

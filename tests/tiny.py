@@ -112,7 +112,7 @@ class Scripted:
     """
 
     def __init__(self, turns: Callable[[str, int], Sequence[int]], version: int = 0):
-        self.turns, self.version = turns, version
+        self.turns, self.version, self.context = turns, version, 1 << 20
         self.requests: list[Request] = []
         self.patience, self._steps = 1 << 60, 0
         self._spoken: dict[str, int] = {}

@@ -76,6 +76,7 @@ class Engine:
 
     def __init__(self, model: Model, max_batch: int = 256, deterministic: bool = False, version: int = 0):
         self.model, self.max_batch, self.deterministic, self.version = model, max_batch, deterministic, version
+        self.context = model.config.max_position
         self._waiting: deque[Request] = deque()
         self._active: list[_Row] = []
         self._in_flight: dict[str, None] = {}  # ids of both, in order of arrival
@@ -261,9 +262,8 @@ class Engine:
         out = []
         for b, n in enumerate(counts):
             row = state.rows(b, b + 1)
-            for t in range(n):
-                hidden = self.model(tokens_BT[b : b + 1, t : t + 1], row)
-            out.append(self.model.logits(hidden[:, -1]))
+            hidden = [self.model(tokens_BT[b : b + 1, t : t + 1], row) for t in range(n)]
+            out.append(self.model.logits(hidden[-1][:, -1]))
         return torch.cat(out)
 
     # ------------------------------------------------------------ bookkeeping

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from nonet.ops.rng import uniforms
+from nonet.types import UserError
 
 
 @dataclass
@@ -45,13 +46,15 @@ class SamplingRows:
 def sample(logits_BW: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor, Tensor]:
     """(tokens_B, logprobs_B, raw_logprobs_B): log-probs under the transformed distribution and under the model's own.
 
-    A greedy row (temperature 0) is a point mass: its behaviour log-prob is 0.
+    A greedy row (temperature 0) is a point mass: its behaviour log-prob is 0. UserError where logits are not finite.
     """
     raw_BW = logits_BW.float().log_softmax(-1)
     shaped_BW = _transform(raw_BW, rows)
     cdf_BW = shaped_BW.double().exp().cumsum(-1)
     draws = uniforms(rows.keys, rows.positions) if rows.draws is None else rows.draws
     u_B1, total_B1 = torch.from_numpy(draws).to(cdf_BW.device).unsqueeze(1), cdf_BW[:, -1:]
+    if not total_B1.isfinite().all():
+        raise UserError("the model's logits are not finite: its weights are damaged or training has diverged")
     # u < 1 keeps u * total below total except by rounding; then the token that completes the mass is meant.
     target_B1 = torch.minimum(u_B1 * total_B1, total_B1.nextafter(torch.zeros_like(total_B1)))
     token_B1 = torch.searchsorted(cdf_BW, target_B1, right=True)

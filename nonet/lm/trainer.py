@@ -89,6 +89,8 @@ def losses(model: Model, batch: Sequence[Row], mtp: bool) -> tuple[Tensor, Tenso
     tokens_BT, mask_BT = pad(batch)
     hidden_BTD = model(tokens_BT)
     target = mask_BT[:, 1:]
+    if not bool(target.any()):  # a mean over nothing would be NaN
+        return hidden_BTD.sum() * 0, None
     logits_NW = model.logits(hidden_BTD[:, :-1][target])
     loss = F.cross_entropy(logits_NW.float(), tokens_BT[:, 1:][target])
     if not mtp or not bool(mask_BT[:, 2:].any()):

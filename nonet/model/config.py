@@ -60,8 +60,8 @@ class ModelConfig(Config):
     rope: Rope | None = None
     # kda
     kda_head_dim: int = 32
-    conv_kernel: int = 4
-    gate_lower_bound: float = -5.0
+    conv_kernel: int = Field(default=4, ge=2)
+    gate_lower_bound: float = Field(default=-5.0, ge=-5, lt=0)  # a chunk of 16 spans e^80, float32's reach
     decay_rank: int = 16
     # mla (the qk_rope part is extra content width, never rotated)
     q_lora_rank: int = 64
@@ -80,6 +80,8 @@ class ModelConfig(Config):
             raise ValueError(f"heads = {self.heads} is not a multiple of kv_heads = {self.gqa_kv_heads}")
         if "gqa" in self.layer_mixers and self.head_dim is None and self.d_model % self.heads:
             raise ValueError(f"d_model = {self.d_model} is not a multiple of heads = {self.heads}; set head_dim")
+        if "gqa" in self.layer_mixers and self.rope is not None and self.gqa_head_dim % 2:
+            raise ValueError(f"head_dim = {self.gqa_head_dim}: rotary positions turn pairs, so it must be even")
         return self
 
     @property

@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from nonet.config import build
 from nonet.pipeline.recipe import Recipe
 from nonet.pipeline.stages import STAGES, Context
 from nonet.run import Run, write_atomic
@@ -20,7 +21,7 @@ def run_recipe(recipe: Recipe, out: Path, only: Sequence[str] = ()) -> None:
     """Every stage (of `only`, if given) whose marker is missing; ends with the held-out table."""
     if recipe.run.threads:
         torch.set_num_threads(recipe.run.threads)
-    run = Run(out, recipe.model_dump(mode="json"))
+    run = Run(out, recipe.model_dump(mode="json"), lambda old: build(Recipe, old).model_dump(mode="json"))
     context = Context(recipe, run)
     console = Console(stderr=True)
     for name, stage in STAGES:

@@ -19,9 +19,7 @@ _SCORERS = 2  # threads that wait for verifiers
 
 
 class Rollout:
-    """open_episode(trajectory) opens the attempt a trajectory records, new or parked; score(trajectory, episode) judges
-    it.
-    """
+    """open_episode opens the attempt a trajectory records, new or parked; score judges it once it has ended."""
 
     def __init__(
         self,
@@ -65,7 +63,10 @@ class Rollout:
         return self._ask(trajectory, episode)
 
     def _ask(self, trajectory: Trajectory, episode: Episode) -> bool:
-        left = self.max_tokens - trajectory.policy_tokens
+        room = self.generator.context - len(trajectory.tokens)
+        if room < 1 and not trajectory.policy_tokens:
+            raise UserError(f"task {trajectory.task_id}: the prompt fills all {self.generator.context} positions")
+        left = min(self.max_tokens - trajectory.policy_tokens, room)
         if left <= 0:
             episode.stop_reason = "length"
             return self._end(trajectory, episode)
@@ -94,7 +95,7 @@ class Rollout:
         return self._ask(trajectory, episode)
 
     def _end(self, trajectory: Trajectory, episode: Episode) -> bool:
-        trajectory.status, trajectory.stop_reason = "done", episode.stop_reason
+        trajectory.status, trajectory.stop_reason, trajectory.sandbox = "done", episode.stop_reason, None
         del self._live[trajectory.id]
         self._scoring.append(self._judges.submit(self._judge, trajectory, episode))
         return True

@@ -308,6 +308,16 @@ def test_every_request_gets_exactly_its_budget_whatever_the_batch(max_batch):
     assert {c.finish_reason for c in done.values()} == {"length"}
 
 
+def test_what_is_written_so_far_can_be_read_while_it_is_written():
+    engine, seen = Engine(tiny.model()), []
+    engine.submit(request(max_tokens=4))
+    assert engine.written("r") == []
+    while not (done := engine.step()):
+        seen.append(engine.written("r"))
+    assert seen == [list(done[0].tokens[: n + 1]) for n in range(3)]
+    assert engine.written("r") == engine.written("unknown") == []
+
+
 def test_decode_steps_are_counted():
     engine = Engine(tiny.model())
     engine.submit(request(max_tokens=6))

@@ -149,3 +149,9 @@ def test_a_row_does_not_notice_its_batch_mates_to_the_last_bit():
 def test_impossible_settings_are_one_sentence(field, value):
     with pytest.raises(UserError, match=f"^{field} = {value}: must"):
         Sampling(**{field: value})
+
+
+def test_logits_that_are_not_finite_are_refused_with_a_sentence():
+    rows = SamplingRows(np.ones(2), np.zeros(2), np.ones(2), np.zeros((2, 2), np.uint64), np.zeros(2, np.uint64))
+    with pytest.raises(UserError, match="logits are not finite"):
+        sample(torch.tensor([[0.0, 1.0], [float("nan"), 1.0]]), rows)

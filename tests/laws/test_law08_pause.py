@@ -84,7 +84,8 @@ class Impatient:
     """A Generator that claims to be idle after `every` steps, so that Rollout pauses there and parks everything."""
 
     def __init__(self, engine: Engine, every: int):
-        self.engine, self.every, self.left, self.version = engine, every, every, engine.version
+        self.engine, self.every, self.left = engine, every, every
+        self.version, self.context = engine.version, engine.context
 
     def submit(self, request: Request) -> None:
         self.engine.submit(request)

@@ -23,6 +23,10 @@ class Recorder:
         self.heard: dict[str, list[tuple[Request, Completion]]] = {}
 
     @property
+    def context(self) -> int:
+        return self.inner.context
+
+    @property
     def version(self) -> int:
         return self.inner.version
 

@@ -90,6 +90,15 @@ def test_masked_tokens_carry_no_loss(m):
     assert float(moved[0].detach()) != float(loss[0].detach())
 
 
+def test_a_batch_with_nothing_to_learn_has_no_loss_and_no_gradient(m):
+    """A mean over nothing is NaN, and one NaN step ends a training run."""
+    found = copy.deepcopy(m)
+    loss, mtp = losses(found, [Row([1, 2, 3, 4], [True, False, False, False])], True)
+    loss.backward()
+    assert (float(loss.detach()), mtp) == (0, None)
+    assert all(p.grad is None or not p.grad.any() for p in found.parameters())
+
+
 def test_padding_is_invisible(m):
     batch = [row(4, 6, share=0.9), row(12, 7)]
     alone = [losses(m, [r], True) for r in batch]

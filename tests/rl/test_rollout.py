@@ -281,7 +281,7 @@ def test_a_context_that_outgrows_the_model_ends_the_attempt_not_the_run(nano):
         engine.abort(request.id)
         tiny.Scripted.submit(scripted, request)
 
-    scripted.submit = submit
+    scripted.submit, scripted.context = submit, engine.context
     first, second = stage.finish()
     assert (second.status, second.stop_reason) == ("done", "length")
     assert first.status == "done"
