@@ -23,7 +23,7 @@ test: install lint
 	$(BIN)/python -m pytest
 
 lint: install
-	$(BIN)/ruff check nonet tests
+	$(BIN)/ruff check nonet tests peers
 	$(BIN)/pyright
 
 # One venv per peer under .peers/, for comparisons only.

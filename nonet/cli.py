@@ -25,9 +25,9 @@ Recipes = Annotated[list[str], typer.Argument(help="TOML files, merged left to r
 
 def main() -> None:
     """Entry point: a UserError becomes one sentence and exit status 2."""
-    # Threads that spin while they wait make a busy machine many times slower, an idle one hardly faster (docs/log.md).
-    # OpenMP reads this when torch is loaded, which is later.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # How long OpenMP threads spin before they sleep. The default, milliseconds, makes two threads beside any other
+    # process many times slower; none at all doubles an idle machine's time (docs/log.md). Read when torch is loaded.
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     try:
         app()
     except UserError as e:

@@ -15,6 +15,7 @@ from typing import Any
 import nonet
 from nonet.bench.turns import Turn, Worker, interleave
 from nonet.bench.workload import Workload
+from nonet.progress import progress
 from nonet.types import UserError
 
 WARMUP, PAIRS, AT_LEAST, LIMIT_S = 2, 15, 5, 75.0
@@ -27,7 +28,11 @@ def measure(work: Workload = Workload(), pairs: int = PAIRS) -> dict[str, Any]:
         folder = Path(name)
         work.write(folder)
         with ours(folder, work) as us, trl(python, folder, work) as them:
-            taken = list(interleave(us, them, WARMUP, pairs, min(AT_LEAST, pairs), LIMIT_S))
+            taken: list[tuple[Turn, Turn]] = []
+            with progress("bench rl_step: pairs of steps", pairs) as bar:
+                for pair in interleave(us, them, WARMUP, pairs, min(AT_LEAST, pairs), LIMIT_S):
+                    taken.append(pair)
+                    bar(len(taken), f"{pair[1].seconds / pair[0].seconds:.2f}x")
             memory = us.stop()["peak_bytes"], them.stop()["peak_bytes"]
             return {**figures(taken, *memory), **_facts(us, them, work), "versions": {"trl": them.facts["versions"]}}
 
