@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ops": set(),
     "native": set(),
     "quant": {"ops"},
-    "model": {"ops", "quant"},
+    "model": {"ops", "native", "quant"},
     "lm": {"model", "quant", "ops", "chat"},
     "draft": {"model", "quant", "ops", "chat", "engine"},
     "convert": {"model", "quant", "chat"},

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from nonet.engine.sampler import SamplingRows, sample
 from nonet.model import Model, SequenceState
+from nonet.model.native_decode import NativeDecoder
 from nonet.ops.rng import stream_key, uniforms
 from nonet.types import Completion, FinishReason, Request, UserError
 
@@ -74,7 +75,16 @@ class _Plan:
 class Engine:
     """A `types.Generator` over a `Model`, which it shares with its owner and never changes."""
 
-    def __init__(self, model: Model, max_batch: int = 256, deterministic: bool = False, version: int = 0):
+    def __init__(
+        self,
+        model: Model,
+        max_batch: int = 256,
+        deterministic: bool = False,
+        version: int = 0,
+        native: bool = True,
+    ):
+        """native: decode through C where the machine and the model allow it (float32 on a CPU with a compiler)."""
+        self._native = NativeDecoder.of(model) if native and not deterministic else None
         self.model, self.max_batch, self.deterministic, self.version = model, max_batch, deterministic, version
         self.context = model.config.max_position
         self._waiting: deque[Request] = deque()
@@ -252,6 +262,8 @@ class Engine:
         """Logits after each row's last real token."""
         if self.deterministic:
             return self._feed_alone(tokens_BT, state, counts_B)
+        if self._native is not None and tokens_BT.shape[1] == 1:
+            return self._native.step(tokens_BT, state)
         hidden = self.model(tokens_BT, state, counts_B)
         if counts_B is None:
             return self.model.logits(hidden[:, -1])

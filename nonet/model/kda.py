@@ -57,8 +57,7 @@ class KDA(nn.Module):
         return self.lower * torch.sigmoid(self.A_log.exp().repeat_interleave(self.dim) * z)
 
     def _convolve(self, mixed_BTC: Tensor, span: Span, state: dict | None) -> Tensor:
-        """Depthwise causal convolution as `kernel` shifted products; keeps the last kernel-1 real inputs in the state.
-        """
+        """Depthwise causal convolution as shifted products; the last kernel-1 real inputs stay in the state."""
         past = self.kernel - 1
         if state is None:
             joined = F.pad(mixed_BTC, (0, 0, past, 0))

@@ -79,7 +79,7 @@ class Model(nn.Module):
         in place by each row's real tokens; None: fresh sequences, nothing kept.
         """
         span = self._span(tokens_BT, state, counts_B)
-        rotation = self._rotation(span.positions_BT)
+        rotation = self.rotation(span.positions_BT)
         x = self.embed_tokens(tokens_BT)
         for i, layer in enumerate(self.layers):
             x = layer(x, span, rotation, None if state is None else state.layers[i])
@@ -96,7 +96,7 @@ class Model(nn.Module):
             raise ValueError("this model has no MTP layer (mtp_layers = 0)")
         span = self._span(tokens_BT[:, 1:], None, None)
         embed = self.embed_tokens(tokens_BT[:, 1:])
-        x = self.mtp(embed, hidden_BTD[:, :-1], span, self._rotation(span.positions_BT))
+        x = self.mtp(embed, hidden_BTD[:, :-1], span, self.rotation(span.positions_BT))
         return self.lm_head(self.mtp.norm(x))
 
     # ------------------------------------------------------------ positions
@@ -123,7 +123,7 @@ class Model(nn.Module):
             span.mask_B1TL = (slots_L <= positions_BT[:, :, None]).unsqueeze(1)
         return span
 
-    def _rotation(self, positions_BT: Tensor) -> tuple[Tensor, Tensor] | None:
+    def rotation(self, positions_BT: Tensor) -> tuple[Tensor, Tensor] | None:
         rope = self.config.rope
         if rope is None:
             return None

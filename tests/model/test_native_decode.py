@@ -1,0 +1,135 @@
+"""The decode step in C against its torch twin, on every kind of layer and on sizes that fill no vector."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nonet import native
+from nonet.engine import Engine
+from nonet.model import Model, ModelConfig, Rope, SequenceState
+from nonet.model.model import initialise
+from nonet.model.native_decode import NativeDecoder
+from nonet.types import Request
+
+pytestmark = pytest.mark.skipif(bool(native.reason()), reason=f"no native library: {native.reason()}")
+
+GQA = {"activation": "silu", "mixers": ("gqa",) * 3, "layers": 3}
+ODD_HYBRID = {
+    **{"layers": 6, "kda_head_dim": 12, "q_lora_rank": 10, "kv_lora_rank": 9, "qk_nope_head_dim": 7},
+    **{"qk_rope_head_dim": 3, "v_head_dim": 5, "conv_kernel": 3, "decay_rank": 6},
+}
+MODELS = {
+    "llama": {**GQA, "vocab_size": 259, "d_model": 64, "d_ff": 96, "heads": 4, "kv_heads": 2, "rope": Rope()},
+    "llama3": {
+        **{**GQA, "vocab_size": 50, "d_model": 48, "d_ff": 33, "heads": 3, "tie_embeddings": False},
+        "rope": Rope(scaling="llama3", factor=4, original_max_position=16),
+    },
+    "qwen": {
+        **{**GQA, "vocab_size": 61, "d_model": 40, "d_ff": 50, "heads": 6, "kv_heads": 2, "head_dim": 20},
+        **{"qk_norm": True, "qkv_bias": True, "o_bias": True, "mlp_bias": True, "rope": Rope()},
+    },
+    "nope": {**GQA, "vocab_size": 61, "d_model": 32, "d_ff": 40, "heads": 2},
+    "hybrid": {"vocab_size": 391, "d_model": 64, "d_ff": 80, "heads": 2, "layers": 4, "mtp_layers": 1},
+    "odd": {**ODD_HYBRID, "vocab_size": 91, "d_model": 36, "d_ff": 50, "heads": 3},
+}
+
+
+def made(name: str) -> Model:
+    """A model whose every parameter matters: norms not one, biases not zero."""
+    model = initialise(Model(ModelConfig(**MODELS[name])), 0)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for key, p in model.named_parameters():
+            if p.ndim > 1:
+                p.mul_(3)
+            elif "norm" in key:
+                p.uniform_(0.5, 1.5, generator=generator)
+            elif (key.endswith("bias") and "dt" not in key) or key.endswith("A_log"):
+                p.normal_(0, 0.3, generator=generator)
+    return model
+
+
+def states(model: Model, rows: int) -> tuple[SequenceState, SequenceState]:
+    """Two equal states of `rows` ragged sequences."""
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.randint(0, model.config.vocab_size, (rows, 12), generator=generator)
+    counts = torch.randint(1, 13, (rows,), generator=generator)
+    out = []
+    for _ in range(2):
+        state = SequenceState.new(model.config, rows, 40, torch.float32)
+        model(tokens, state, counts)
+        out.append(state)
+    return out[0], out[1]
+
+
+@pytest.mark.parametrize("rows", [1, 4, 21, 37])
+@pytest.mark.parametrize("name", MODELS)
+@torch.inference_mode()
+def test_logits_and_state_are_those_of_torch(name, rows):
+    model = made(name)
+    decoder = NativeDecoder.of(model)
+    assert decoder is not None
+    ours, theirs = states(model, rows)
+    for step in range(8):
+        tokens = (torch.arange(rows) * 7 + step).remainder(model.config.vocab_size).unsqueeze(1)
+        want = model.logits(model(tokens, theirs)[:, -1]).log_softmax(-1)
+        got = decoder.step(tokens, ours).log_softmax(-1)
+        torch.testing.assert_close(got, want, atol=2e-5, rtol=0)
+    assert torch.equal(ours.lengths_B, theirs.lengths_B)
+    for mine, other in zip(ours.layers, theirs.layers, strict=True):
+        for key in mine:
+            torch.testing.assert_close(mine[key], other[key], atol=5e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "odd"])
+@torch.inference_mode()
+def test_a_row_does_not_depend_on_its_batch_mates_to_the_last_bit(name):
+    model = made(name)
+    decoder = NativeDecoder.of(model)
+    assert decoder is not None
+    together, apart = states(model, 21)
+    tokens = torch.arange(21).unsqueeze(1)
+    want = decoder.step(tokens, together)
+    for b in (0, 3, 15, 16, 20):
+        assert torch.equal(decoder.step(tokens[b : b + 1], apart.rows(b, b + 1))[0], want[b])
+
+
+@torch.inference_mode()
+def test_weights_changed_in_place_or_replaced_are_seen_at_once():
+    model = made("hybrid")
+    decoder = NativeDecoder.of(model)
+    assert decoder is not None
+    tokens = torch.tensor([[3], [5]])
+    for change in (lambda p: p.mul_(1.1), lambda p: setattr(p, "data", p.data * 0.9)):
+        for p in model.parameters():
+            change(p)
+        ours, theirs = states(model, 2)
+        want = model.logits(model(tokens, theirs)[:, -1])
+        torch.testing.assert_close(decoder.step(tokens, ours), want, atol=1e-4, rtol=1e-4)
+
+
+@torch.inference_mode()
+def test_a_full_state_is_refused_before_anything_is_written():
+    model = made("llama")
+    decoder = NativeDecoder.of(model)
+    assert decoder is not None
+    state = SequenceState.new(model.config, 1, 4, torch.float32)
+    model(torch.tensor([[1, 2, 3, 4]]), state)
+    with pytest.raises(ValueError, match="room for 4 positions"):
+        decoder.step(torch.tensor([[5]]), state)
+
+
+def test_other_dtypes_stay_with_torch():
+    assert NativeDecoder.of(made("llama").double()) is None
+
+
+def test_the_engine_writes_the_same_tokens_either_way():
+    model = made("hybrid")
+    written = []
+    for switch in (True, False):
+        engine = Engine(model, native=switch)
+        for i in range(5):
+            engine.submit(Request(f"r{i}", tuple(range(1, 4 + i)), 20))
+        written.append({c.id: c.tokens for c in engine.run()})
+    assert written[0] == written[1]
