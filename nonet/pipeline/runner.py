@@ -13,7 +13,7 @@ from rich.table import Table
 
 from nonet.config import build
 from nonet.pipeline.recipe import Recipe
-from nonet.pipeline.stages import STAGES, Context
+from nonet.pipeline.stages import EVENTS, STAGES, Context
 from nonet.run import Run, write_atomic
 
 
@@ -32,6 +32,7 @@ def run_recipe(recipe: Recipe, out: Path, only: Sequence[str] = ()) -> None:
             console.print(f"[dim]{name}: done before, skipped[/dim]")
             continue
         console.print(f"[bold]{name}[/bold]")
+        start_over(run, name)
         run.event("stage", name=name, status="start")
         began = time.time()
         stage(context)
@@ -42,6 +43,12 @@ def run_recipe(recipe: Recipe, out: Path, only: Sequence[str] = ()) -> None:
         console.print(f"[dim]{name}: {seconds:.1f} s[/dim]")
     if (out / "report.html").exists():
         print_table(run)
+
+
+def start_over(run: Run, stage: str) -> None:
+    """Drop what a killed attempt at this stage had recorded and the new one will record again."""
+    again = EVENTS.get(stage, ())
+    run.rewind(lambda e: (e["kind"], e.get("stage")) not in again)
 
 
 def print_table(run: Run) -> None:

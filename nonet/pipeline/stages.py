@@ -181,3 +181,11 @@ STAGES: tuple[tuple[str, Callable[[Context], None]], ...] = (
     ("sample", sample),
     ("report", write_report),
 )
+
+# What a stage writes as a whole: when a killed one starts over, (kind, stage) it had already recorded is dropped.
+# Training stages continue from a checkpoint instead and drop only what came after it.
+EVENTS: dict[str, tuple[tuple[str, str | None], ...]] = {
+    "eval-cold": (("eval", "eval-cold"),),
+    "eval-rl": (("eval", "eval-rl"), ("gain", None)),
+    "sample": (("sample", None),),
+}

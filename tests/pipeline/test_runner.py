@@ -11,6 +11,7 @@ import torch
 
 from nonet.model import hf
 from nonet.pipeline import load_recipe, run_recipe
+from nonet.pipeline.runner import start_over
 from nonet.pipeline.stages import STAGES
 from nonet.run import Run
 from nonet.types import UserError
@@ -144,3 +145,15 @@ def test_a_run_that_lost_its_rl_checkpoint_too_reaches_the_same_weights(finished
 
 def test_the_report_is_written(finished):
     assert (finished / "report.html").stat().st_size > 1000
+
+
+def test_a_stage_that_starts_over_leaves_no_event_twice(tmp_path):
+    """kill -9 in the middle of a held-out evaluation: what it had recorded is recorded again, not beside it."""
+    run = Run(tmp_path)
+    run.event("eval", stage="eval-cold", domain="general")
+    run.event("eval", stage="eval-rl", domain="general")
+    run.event("gain", domain="general")
+    run.event("lm_step", stage="cold", step=1)
+    for name, kept in (("eval-rl", ["eval-cold", "cold"]), ("eval-cold", ["cold"]), ("cold", ["cold"])):
+        start_over(run, name)
+        assert [e.get("stage") for e in run.events()] == kept
