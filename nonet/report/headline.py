@@ -52,7 +52,9 @@ class Headline:
 
 
 def headline(log: RunLog) -> Headline:
-    evals = {_key(e): e for e in latest_by(log.of("eval"), "stage", "domain", "source", "mode")}
+    found = latest_by(log.of("eval"), "stage", "domain", "source", "mode")
+    several = _several(found)
+    evals = {_key(e, several): e for e in found}
     gains = {_pair(g): g for g in latest_by(log.of("gain"), "domain", "mode") if number(g, "gain") is not None}
     missing = []
     for stage, what in ((BEFORE, "held-out reward before RL"), (AFTER, "held-out reward after RL")):
@@ -69,10 +71,19 @@ Name = tuple[str, str, str]
 Pair = tuple[str, str]
 
 
-def _key(e: Event) -> Key:
+def _several(evals: Iterable[Event]) -> set[str]:
+    """Domains measured on more than one source; where there is one, it is the domain."""
+    sources: dict[str, set[str]] = {}
+    for e in evals:
+        sources.setdefault(text(e, "domain", "unnamed"), set()).add(text(e, "source"))
+    return {domain for domain, names in sources.items() if len(names) > 1}
+
+
+def _key(e: Event, several: set[str]) -> Key:
     domain = text(e, "domain", "unnamed")
     source = text(e, "source")
-    return text(e, "stage"), domain, "" if source == domain else source, text(e, "mode", "sampled")
+    bare = source == domain or domain not in several
+    return text(e, "stage"), domain, "" if bare else source, text(e, "mode", "sampled")
 
 
 def _pair(g: Event) -> Pair:
