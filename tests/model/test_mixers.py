@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from nonet.model import Model, ModelConfig
 from nonet.model.attention import Span, attend, attend_plain
+from nonet.model.config import k3_mixers
 from nonet.model.kda import KDA
 from nonet.model.model import initialise
 
@@ -133,3 +134,11 @@ def test_initialisation_is_a_function_of_the_seed_and_leaves_nothing_out():
     assert all(torch.equal(one[n], same[n]) for n in one)
     assert not torch.equal(one["embed_tokens.weight"], other["embed_tokens.weight"])
     assert bool(((one["layers.0.self_attn.dt_bias"] < 0) & (one["layers.0.self_attn.dt_bias"] > -8)).all())
+
+
+def test_the_layer_map_of_k3():
+    """69 KDA and 24 MLA layers of 93; the last two are both MLA, which a plain every-fourth rule gets wrong."""
+    mixers = k3_mixers(93)
+    assert (mixers.count("kda"), mixers.count("mla")) == (69, 24)
+    assert [i + 1 for i, m in enumerate(mixers) if m == "mla"] == [*range(4, 93, 4), 93]
+    assert k3_mixers(4) == ("kda", "kda", "kda", "mla")
