@@ -219,7 +219,7 @@ def test_importing_everything_prints_nothing_and_leaves_the_process_as_it_was(tm
     names = [module(f) for f in FILES if f not in SCRIPTS and module(f) not in ("nonet.cli",)]
     code = f"""
 import importlib, os, threading
-import numpy, torch, matplotlib
+import numpy, torch
 before = os.environ.copy(), torch.get_num_threads(), torch.get_default_dtype(), os.getcwd()
 seed, threads = torch.random.get_rng_state(), threading.active_count()
 for name in {names!r}:
