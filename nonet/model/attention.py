@@ -81,6 +81,17 @@ def rope_frequencies(rope: Rope, head_dim: int) -> Tensor:
     return inv
 
 
+@torch.inference_mode(False)
+def rope_table(rope: Rope, head_dim: int, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and signed sin [length, head_dim] for `rotate`, in the dtype and on the device of `like`.
+
+    float32 angles, as every published implementation of these models computes them.
+    """
+    angles = torch.arange(length).float()[:, None] * rope_frequencies(rope, head_dim)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([cos, cos], -1).to(like), torch.cat([-sin, sin], -1).to(like)
+
+
 class GQA(nn.Module):
     """Grouped-query attention with rotary positions (Llama), optional biases (Qwen2) and q/k norms (Qwen3)."""
 
@@ -180,6 +191,5 @@ def cached(cache_BHLx: Tensor, new_BHTx: Tensor, span: Span) -> Tensor:
 
 
 def rotate(x_BTHK: Tensor, cos_BT1K: Tensor, sin_BT1K: Tensor) -> Tensor:
-    """Rotate pairs (i, i + K/2), the Hugging Face layout."""
-    a, b = x_BTHK.chunk(2, -1)
-    return x_BTHK * cos_BT1K + torch.cat([-b, a], -1) * sin_BT1K
+    """Rotate pairs (i, i + K/2), the Hugging Face layout; sin comes with its first half negative (rope_table)."""
+    return x_BTHK * cos_BT1K + x_BTHK.roll(x_BTHK.shape[-1] // 2, -1) * sin_BT1K

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from nonet.model.attention import GQA, MLA, Span, rope_frequencies
+from nonet.model.attention import GQA, MLA, Span, rope_table
 from nonet.model.config import Mixer, ModelConfig
 from nonet.model.ffn import FFN, RMSNorm
 from nonet.model.kda import KDA, init_dt_bias_
@@ -70,7 +70,7 @@ class Model(nn.Module):
         if config.tie_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
         self.mtp = MTP(config) if config.mtp_layers else None
-        self._rope_cache: Tensor | None = None
+        self._rope: tuple[Tensor, Tensor] | None = None  # see rotation
 
     def forward(self, tokens_BT: Tensor, state: SequenceState | None = None, counts_B: Tensor | None = None) -> Tensor:
         """hidden_BTD before the final norm.
@@ -124,16 +124,17 @@ class Model(nn.Module):
         return span
 
     def rotation(self, positions_BT: Tensor) -> tuple[Tensor, Tensor] | None:
-        rope = self.config.rope
+        """cos and signed sin (first half negative) [B, T, 1, K] of each position; None in a model without RoPE.
+
+        Rows of a table that grows with the longest position seen: two gathers where a sine would cost ten times that.
+        """
+        rope, weight = self.config.rope, self.embed_tokens.weight
         if rope is None:
             return None
-        if self._rope_cache is None or self._rope_cache.device != positions_BT.device:
-            self._rope_cache = rope_frequencies(rope, self.config.gqa_head_dim).to(positions_BT.device)
-        dtype = self.embed_tokens.weight.dtype
-        # float32 angles, as every published implementation of these models computes them
-        angles = positions_BT[..., None].float() * self._rope_cache.float()
-        both = torch.cat([angles, angles], -1).unsqueeze(2)
-        return both.cos().to(dtype), both.sin().to(dtype)
+        length, table = int(positions_BT.max()) + 1, self._rope
+        if table is None or len(table[0]) < length or table[0].device != weight.device or table[0].dtype != weight.dtype:
+            self._rope = table = rope_table(rope, self.config.gqa_head_dim, max(256, 2 * length), weight)
+        return table[0][positions_BT].unsqueeze(2), table[1][positions_BT].unsqueeze(2)
 
     # ---------------------------------------------------------------- costs
 

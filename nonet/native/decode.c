@@ -126,8 +126,9 @@ static inline __attribute__((always_inline)) void tile(const float *x, I xs, con
 #pragma GCC unroll 4
     for (int r = 0; r < RR; r++) {
       V xv = load(x + r * xs + k);
+      const float *p = w + k;
 #pragma GCC unroll 16
-      for (int n = 0; n < NN; n++) acc[r * NN + n] += xv * load(w + n * ws + k);
+      for (int n = 0; n < NN; n++, p += ws) acc[r * NN + n] += xv * load(p);
     }
   if (k < K)
     for (int r = 0; r < RR; r++)
@@ -171,22 +172,63 @@ static void rmsnorm(const float *x, const float *w, float *y, I n, float eps) {
   for (I i = 0; i < n; i++) y[i] = x[i] * r * w[i];
 }
 
-/* softmax(scale * q keys^T) values over L positions; keys and values are rows of width ks and vs. */
+/* Ask for p[n] ahead of its use: caches are long, and read once a step, so a step waits for memory more than it counts. */
+static inline void fetch(const float *p, I n) {
+  for (I i = 0; i < n; i += LANES) __builtin_prefetch(p + i, 0, 2);
+}
+
+/* out = share * sum over l < L of w[l] values[l], even and odd positions apart, so that no sum waits for the last. */
+static void mix(const float *w, const float *values, I vs, I vn, float *out, I L, float share, const float *next, I ks) {
+  I i = 0;
+  for (; i + 2 * LANES <= vn; i += 2 * LANES) {
+    V a = {0}, b = {0}, c = {0}, d = {0};
+    const float *v = values + i;
+    I l = 0;
+    for (; l + 2 <= L; l += 2, v += 2 * vs) {
+      if (i == 0) fetch(next + l * ks, 2 * ks);
+      a += w[l] * load(v);
+      b += w[l] * load(v + LANES);
+      c += w[l + 1] * load(v + vs);
+      d += w[l + 1] * load(v + vs + LANES);
+    }
+    if (l < L) {
+      a += w[l] * load(v);
+      b += w[l] * load(v + LANES);
+    }
+    store(out + i, (a + c) * share);
+    store(out + i + LANES, (b + d) * share);
+  }
+  for (; i < vn; i += LANES) {
+    V a = {0};
+    for (I l = 0; l < L; l++) a += w[l] * at(values + l * vs, i, vn);
+    put(out, i, vn, a * share);
+  }
+}
+
+/* softmax(scale * q keys^T) values over L positions; keys and values are rows of width ks and vs, `next` the keys of
+   the call to come. */
 static void attend(const float *q, const float *keys, I ks, I kn, const float *values, I vs, I vn, float *out, I L,
-                   float scale, float *w) {
-  float top = -INFINITY, total = 0;
-  matvec(q, keys, ks, w, L, kn);
-  for (I l = 0; l < L; l++) {
-    w[l] *= scale;
-    top = w[l] > top ? w[l] : top;
+                   float scale, float *w, const float *next) {
+  V top = splat(-INFINITY), total = {0};
+  for (I l = 0; l < L; l += LANES) {
+    I n = L - l < LANES ? L - l : LANES;
+    fetch(values + l * vs, n * vs);
+    matvec(q, keys + l * ks, ks, w + l, n, kn);
   }
-  MAP(L, w, w, vexp(e - top));
-  for (I l = 0; l < L; l++) total += w[l];
-  for (I i = 0; i < vn; i += LANES) {
-    V s = {0};
-    for (I l = 0; l < L; l++) s += w[l] * at(values + l * vs, i, vn);
-    put(out, i, vn, s / total);
+  for (I l = L; l % LANES; l++) w[l] = -INFINITY;
+  for (I l = 0; l < L; l += LANES) {
+    V e = load(w + l) * scale;
+    store(w + l, e);
+    top = pick(e > top, e, top);
   }
+  for (int i = 1; i < LANES; i++) top[0] = top[i] > top[0] ? top[i] : top[0];
+  for (I l = 0; l < L; l += LANES) {
+    V e = load(w + l);
+    e = pick(e > -INFINITY, vexp(e - top[0]), splat(0));
+    store(w + l, e);
+    total += e;
+  }
+  mix(w, values, vs, vn, out, L, 1.0f / sum(total), next, ks);
 }
 
 /* ------------------------------------------------------------------ mixers: out[rows][D] from h[rows][D] */
@@ -194,8 +236,8 @@ static void attend(const float *q, const float *keys, I ks, I kn, const float *v
 static void rotate(float *x, const float *cos, const float *sin, I K) {
   for (I i = 0; i < K / 2; i++) {
     float a = x[i], b = x[i + K / 2];
-    x[i] = a * cos[i] - b * sin[i];
-    x[i + K / 2] = b * cos[i] + a * sin[i];
+    x[i] = a * cos[i] + b * sin[i];
+    x[i + K / 2] = b * cos[i + K / 2] + a * sin[i + K / 2];
   }
 }
 
@@ -219,7 +261,7 @@ static void gqa(const Model *m, const Layer *l, const float *h, I rows, I first,
       memcpy(kc + L * K, k + (r * G + g) * K, K * sizeof(float));
       memcpy(vc + L * K, v + (r * G + g) * K, K * sizeof(float));
       for (I j = g * (H / G); j < (g + 1) * (H / G); j++)
-        attend(q + (r * H + j) * K, kc, K, K, vc, K, K, o + (r * H + j) * K, L + 1, 1.0f / sqrtf(K), w);
+        attend(q + (r * H + j) * K, kc, K, K, vc, K, K, o + (r * H + j) * K, L + 1, 1.0f / sqrtf(K), w, kc + cap * K);
     }
   }
   linear(o, H * K, l->o, l->o_b, out, D, rows, D, H * K);
@@ -313,7 +355,7 @@ static void mla(const Model *m, const Layer *l, const float *h, I rows, I first,
       for (I n = 0; n < N; n++)
         for (I i = 0; i < R; i++) query[i] += qj[n] * wk[n * R + i];
       memcpy(query + R, qj + N, E * sizeof(float));
-      attend(query, cache, T, T, cache, T, R, mixed, L + 1, 1.0f / sqrtf(N + E), w);
+      attend(query, cache, T, T, cache, T, R, mixed, L + 1, 1.0f / sqrtf(N + E), w, cache);
       matvec(mixed, wv, R, o + (r * H + j) * VD, VD, R);
     }
   }
@@ -355,7 +397,7 @@ static void block(const Model *m, const Layer *layers, float *x, I rows, I first
   linear(h, D, m->head, 0, logits + first * m->W, m->W, rows, m->W, D);
 }
 
-/* x [B][D]: embeddings, overwritten. lengths [B]: positions already cached. cos, sin [B][K] or null. scratch_floats: per
+/* x [B][D]: embeddings, overwritten. lengths [B]: positions already cached. cos, signed sin [B][K] or null. scratch_floats: per
    thread, of which there are at most `threads`. Returns 0, or 1 when memory ran out. */
 int decode_step(const Model *m, const Layer *layers, float *x, const I *lengths, I B, I cap, const float *cos,
                 const float *sin, float *logits, I scratch_floats, I threads) {
