@@ -132,7 +132,8 @@ class Model(nn.Module):
         if rope is None:
             return None
         length, table = int(positions_BT.max()) + 1, self._rope
-        if table is None or len(table[0]) < length or table[0].device != weight.device or table[0].dtype != weight.dtype:
+        alike = table is not None and (table[0].device, table[0].dtype) == (weight.device, weight.dtype)
+        if table is None or not alike or len(table[0]) < length:
             self._rope = table = rope_table(rope, self.config.gqa_head_dim, max(256, 2 * length), weight)
         return table[0][positions_BT].unsqueeze(2), table[1][positions_BT].unsqueeze(2)
 
