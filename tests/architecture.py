@@ -26,7 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": {"types"},
     "run": {"types", "config"},
     "progress": {"types", "config"},
-    "ops": set(),
+    "ops": {"native"},
     "native": set(),
     "quant": {"ops"},
     "model": {"ops", "native", "quant"},

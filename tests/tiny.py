@@ -13,7 +13,7 @@ from nonet.harness import load_spec, render_assistant
 from nonet.harness.episode import demonstration
 from nonet.lm.trainer import Row, losses
 from nonet.model import Model, ModelConfig, Rope
-from nonet.model.model import initialise
+from nonet.model.init import initialise
 from nonet.rl.setting import Setting, open_sandbox
 from nonet.types import Completion, Message, Request, Sandbox, Task, TaskSource
 
@@ -28,7 +28,13 @@ GQA = dict(
     **SHAPE, layers=2, mixers=("gqa",) * 2, kv_heads=2, head_dim=8, activation="silu", rope=LLAMA3, qk_norm=True,
     qkv_bias=True, o_bias=True,
 )  # fmt: skip
-KINDS: dict[str, dict[str, Any]] = {"hybrid": HYBRID, "gqa": GQA}
+MOE = dict(experts=6, top_k=2, d_ff=12, shared=2, latent=20)
+K3 = {**HYBRID, "layers": 6, "attn_res_block": 2, "moe": MOE}
+KIMI_LINEAR = {
+    **HYBRID, "decay": "softplus", "gate_rank": 8, "decay_rank": 8, "q_lora_rank": 0, "mla_gate": False,
+    "activation": "silu", "moe": dict(experts=6, top_k=2, d_ff=12, shared=1, scale=2.4),
+}  # fmt: skip
+KINDS: dict[str, dict[str, Any]] = {"hybrid": HYBRID, "gqa": GQA, "k3": K3, "kimi_linear": KIMI_LINEAR}
 # Two errands and two words, learnt by heart; other indices make the policy err in interesting ways.
 DRILL = 4
 
@@ -40,7 +46,7 @@ def model(
     made = initialise(Model(ModelConfig(vocab_size=vocab, **{**KINDS[kind], **over})), seed)
     noise = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
-        for p in made.parameters():
+        for p in made.parameters():  # routers' selection bias too: it is a parameter without gradient
             p.add_(torch.randn(p.shape, generator=noise) * 0.1)
     return made.to(dtype).eval()
 

@@ -19,7 +19,7 @@ from nonet.bench.turns import Turns
 from nonet.bench.workload import Prompt, Workload, hash_reward, questions, read_prompts, write_prompts
 from nonet.chat import Tokenizer
 from nonet.model import Model, ModelConfig, Rope, hf
-from nonet.model.model import initialise
+from nonet.model.init import initialise
 from nonet.rl import Loop, RLConfig
 from nonet.rl.setting import Setting, Split
 from nonet.run import Run

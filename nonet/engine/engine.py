@@ -171,6 +171,8 @@ class Engine:
             raise RuntimeError("load() while requests are in flight; pause() first")
         self._held.clear()
         self.version = version
+        if self._native is not None:
+            self._native.refresh()
 
     # ------------------------------------------------------- one step, thrice
 

@@ -1,7 +1,8 @@
 """Supervised training that survives `kill -9`: every batch is a pure function of its step.
 
 Loss: mean cross-entropy over the masked-in tokens, plus mtp_weight times the same two tokens ahead (DeepSeek-V3 / K3
-multi-token prediction). Optimiser: Muon and AdamW (`model.optimizer`), linear warm-up and linear decay.
+multi-token prediction). Optimiser: per-head Muon and AdamW (`model.optimizer`), linear warm-up, linear or cosine decay.
+Pretraining on a corpus is `lm.pretrain`; this is for rows that somebody makes, such as demonstrations.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nonet.config import Config
+from nonet.lm.schedule import Decay, share
 from nonet.model import Model
-from nonet.model.optimizer import Optimizer
+from nonet.model.optimizer import Optimizer, head_counts
 from nonet.progress import progress
 from nonet.run import Run
 
@@ -28,8 +30,10 @@ class LMConfig(Config):
     steps: int = Field(default=900, ge=1)
     batch: int = Field(default=16, ge=1)
     optimizer: Literal["muon", "adamw"] = "muon"
+    per_head: bool = True  # Muon orthogonalises q, k and v head by head; False: each projection whole
     lr: float = Field(default=4e-3, gt=0)
     warmup: int = Field(default=30, ge=0)
+    decay: Decay = "linear"
     decay_to: float = Field(default=0.05, ge=0, le=1)  # learning rate at the end, as a share of lr
     betas: tuple[float, float] = (0.9, 0.98)
     weight_decay: float = 0.01
@@ -52,7 +56,7 @@ Rows = Callable[[int, int], list[Row]]  # (first index, count) -> rows; a pure f
 
 def train(model: Model, rows: Rows, config: LMConfig, run: Run, stage: str) -> None:
     """Train in place, logging to the run; continues from the stage's last checkpoint if there is one."""
-    optimizer = Optimizer(model.named_parameters(), config.optimizer, config.lr, config.betas, config.weight_decay)
+    optimizer = optimizer_for(model, config)
     start, seconds = _restore(model, optimizer, run, stage)
     run.rewind(lambda e: e["kind"] != "lm_step" or e["stage"] != stage or e["step"] <= start)
     began, saved = time.time() - seconds, time.time()
@@ -76,18 +80,23 @@ def train(model: Model, rows: Rows, config: LMConfig, run: Run, stage: str) -> N
     model.eval()
 
 
+def optimizer_for(model: Model, config: LMConfig) -> Optimizer:
+    heads = head_counts(model) if config.per_head else None
+    named = model.named_parameters()
+    return Optimizer(named, config.optimizer, config.lr, config.betas, config.weight_decay, heads)
+
+
 def schedule(step: int, config: LMConfig) -> float:
-    """Share of the peak learning rate: linear up over `warmup`, then linear down to `decay_to`."""
-    if step < config.warmup:
-        return (step + 1) / config.warmup
-    left = (config.steps - step) / max(1, config.steps - config.warmup)
-    return config.decay_to + (1 - config.decay_to) * left
+    """Share of the peak learning rate: linear up over `warmup`, then down to `decay_to`."""
+    return share(step, config.steps, config.warmup, config.decay_to, config.decay)
 
 
 def losses(model: Model, batch: Sequence[Row], mtp: bool) -> tuple[Tensor, Tensor | None]:
     """(next-token loss, two-ahead loss), each the mean over its masked-in targets."""
     tokens_BT, mask_BT = pad(batch)
-    hidden_BTD = model(tokens_BT)
+    # Only routers need to know what is padding: they observe the load of real tokens.
+    counts_B = torch.tensor([len(r.tokens) for r in batch]) if model.config.moe else None
+    hidden_BTD = model(tokens_BT, counts_B=counts_B)
     target = mask_BT[:, 1:]
     if not bool(target.any()):  # a mean over nothing would be NaN
         return hidden_BTD.sum() * 0, None
@@ -96,7 +105,7 @@ def losses(model: Model, batch: Sequence[Row], mtp: bool) -> tuple[Tensor, Tenso
     if not mtp or not bool(mask_BT[:, 2:].any()):
         return loss, None
     ahead = mask_BT[:, 2:]
-    mtp_logits_NW = model.mtp_logits(tokens_BT, hidden_BTD)[:, :-1][ahead]
+    mtp_logits_NW = model.mtp_logits(tokens_BT, hidden_BTD, counts_B)[:, :-1][ahead]
     return loss, F.cross_entropy(mtp_logits_NW.float(), tokens_BT[:, 2:][ahead])
 
 
@@ -114,6 +123,7 @@ def _step(
     total = loss if mtp is None else loss + config.mtp_weight * mtp
     total.backward()
     optimizer.step(lr, config.grad_clip)
+    model.balance_()
     return loss.item(), 0.0 if mtp is None else mtp.item(), sum(len(r.tokens) for r in batch)
 
 

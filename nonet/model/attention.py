@@ -1,13 +1,12 @@
 """The two softmax mixers: grouped-query attention with rotary positions, and K3's gated MLA without positions.
 
-Both take a `Span`: where this call's tokens go in each row's cache and what each may see. With no state the call is
-fresh and causal; right padding is then invisible to real positions.
+Both take a `Span` (model/span.py). With no state a call is fresh and causal; right padding is then invisible to real
+positions, and packed documents are invisible to each other.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -15,33 +14,19 @@ from torch.nn import functional as F
 
 from nonet.model.config import ModelConfig, Rope
 from nonet.model.ffn import RMSNorm
-
-
-@dataclass
-class Span:
-    """Where T new positions of B rows sit, computed once per forward and shared by the layers.
-
-    positions_BT   absolute position of each token
-    valid_BT       False on right padding (None: everything is real)
-    slots_BT       cache slot to write to
-    real_N         (rows, columns) of the only tokens to write (None: all, padding included)
-    mask_B1TL      True where a query may look, over the L cached slots in use (None: fresh and causal)
-    """
-
-    positions_BT: Tensor
-    valid_BT: Tensor | None
-    counts_B: Tensor | None
-    slots_BT: Tensor | None = None
-    real_N: tuple[Tensor, ...] | None = None
-    mask_B1TL: Tensor | None = None
-    used: int = 0
-
+from nonet.model.span import Span
 
 _FEW = 8  # queries per row below which plain products beat the fused kernel (6x at one query on CPU, docs/log.md)
 
 
 def attend(q_BHTK: Tensor, k_BHLK: Tensor, v_BHLV: Tensor, span: Span, scale: float) -> Tensor:
     """softmax(q k^T * scale) v with grouped keys; causal if the span is fresh, masked otherwise."""
+    if span.documents is not None:
+        parts = [
+            attend(q_BHTK[:, :, a:b], k_BHLK[:, :, a:b], v_BHLV[:, :, a:b], Span.fresh(), scale)
+            for a, b in span.documents.ranges
+        ]
+        return torch.cat(parts, 2)
     if span.mask_B1TL is not None and q_BHTK.shape[2] <= _FEW:
         return attend_plain(q_BHTK, k_BHLK, v_BHLV, span.mask_B1TL, scale)
     return F.scaled_dot_product_attention(
@@ -107,13 +92,13 @@ class GQA(nn.Module):
         self.k_norm = RMSNorm(self.dim, config.norm_eps) if config.qk_norm else nn.Identity()
         self.rope = config.rope
 
-    def forward(self, x_BTD: Tensor, span: Span, rotation: tuple[Tensor, Tensor] | None, state: dict | None) -> Tensor:
+    def forward(self, x_BTD: Tensor, span: Span, state: dict | None) -> Tensor:
         B, T, _ = x_BTD.shape
         q = self.q_norm(self.q_proj(x_BTD).view(B, T, self.heads, self.dim))
         k = self.k_norm(self.k_proj(x_BTD).view(B, T, self.kv_heads, self.dim))
         v = self.v_proj(x_BTD).view(B, T, self.kv_heads, self.dim)
-        if rotation is not None:
-            q, k = rotate(q, *rotation), rotate(k, *rotation)
+        if span.rotation is not None:
+            q, k = rotate(q, *span.rotation), rotate(k, *span.rotation)
         k, v = k.transpose(1, 2), v.transpose(1, 2)
         if state is not None:
             k, v = cached(state["k"], k, span), cached(state["v"], v, span)
@@ -122,38 +107,57 @@ class GQA(nn.Module):
 
 
 class MLA(nn.Module):
-    """Gated multi-head latent attention without positions (k3 section 1.3).
+    """Gated multi-head latent attention without positions (k3 section 1.3); ungated with plain queries in Kimi-Linear.
 
     Expanded (keys and values of every head materialised) when the call is fresh; absorbed (queries projected into the
     latent space, so the cache stays one latent per position) when it extends a state. Both are the same map.
     """
+
+    NORM_EPS = 1e-6  # of the two latent norms, whatever rms_norm_eps says: K3's and Kimi-Linear's public code agree
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         c = config
         self.heads, self.rank, self.extra = c.heads, c.kv_lora_rank, c.qk_rope_head_dim
         self.nope, self.v_dim = c.qk_nope_head_dim, c.v_head_dim
-        self.q_a_proj = nn.Linear(c.d_model, c.q_lora_rank, bias=False)
-        self.q_a_layernorm = RMSNorm(c.q_lora_rank, c.norm_eps)
-        self.q_b_proj = nn.Linear(c.q_lora_rank, c.heads * (self.nope + self.extra), bias=False)
+        queries = c.heads * (self.nope + self.extra)
+        if c.q_lora_rank:
+            self.q_a_proj = nn.Linear(c.d_model, c.q_lora_rank, bias=False)
+            self.q_a_layernorm = RMSNorm(c.q_lora_rank, self.NORM_EPS)
+            self.q_b_proj = nn.Linear(c.q_lora_rank, queries, bias=False)
+        else:
+            self.q_proj = nn.Linear(c.d_model, queries, bias=False)
         self.kv_a_proj_with_mqa = nn.Linear(c.d_model, self.rank + self.extra, bias=False)
-        self.kv_a_layernorm = RMSNorm(self.rank, c.norm_eps)
+        self.kv_a_layernorm = RMSNorm(self.rank, self.NORM_EPS)
         self.kv_b_proj = nn.Linear(self.rank, c.heads * (self.nope + self.v_dim), bias=False)
-        self.g_proj = nn.Linear(c.d_model, c.heads * self.v_dim, bias=False)
+        self.gated = c.mla_gate
+        if self.gated:
+            self.g_proj = nn.Linear(c.d_model, c.heads * self.v_dim, bias=False)
         self.o_proj = nn.Linear(c.heads * self.v_dim, c.d_model, bias=False)
+        self.direct = c.q_lora_rank == 0
+        self.rotated = c.mla_rope is not None
         self.scale = (self.nope + self.extra) ** -0.5
 
     def forward(self, x_BTD: Tensor, span: Span, state: dict | None) -> Tensor:
         B, T, _ = x_BTD.shape
-        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BTD))).view(B, T, self.heads, -1).transpose(1, 2)
+        q = self.q_proj(x_BTD) if self.direct else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BTD)))
+        q_BTHK = q.view(B, T, self.heads, -1)
         latent, extra = self.kv_a_proj_with_mqa(x_BTD).split([self.rank, self.extra], -1)
+        if self.rotated:
+            q_BTHK, extra = self._rotated(q_BTHK, extra, span)
         latent_BTR = torch.cat([self.kv_a_layernorm(latent), extra], -1)
         if state is not None:
             latent_BTR = cached(state["latent"].unsqueeze(1), latent_BTR.unsqueeze(1), span).squeeze(1)
         attended = self._expanded if span.mask_B1TL is None else self._absorbed
-        o_BHTV = attended(q, latent_BTR, span)
-        gated = torch.sigmoid(self.g_proj(x_BTD)) * o_BHTV.transpose(1, 2).reshape(B, T, -1)
-        return self.o_proj(gated)
+        o = attended(q_BTHK.transpose(1, 2), latent_BTR, span).transpose(1, 2).reshape(B, T, -1)
+        return self.o_proj(torch.sigmoid(self.g_proj(x_BTD)) * o if self.gated else o)
+
+    def _rotated(self, q_BTHK: Tensor, extra_BTE: Tensor, span: Span) -> tuple[Tensor, Tensor]:
+        """Rotary positions on the qk_rope parts: the variant that NoPE is compared with."""
+        assert span.rotation is not None
+        content, turned = q_BTHK.split([self.nope, self.extra], -1)
+        q_BTHK = torch.cat([content, rotate(turned, *span.rotation)], -1)
+        return q_BTHK, rotate(extra_BTE.unsqueeze(2), *span.rotation).squeeze(2)
 
     def _expanded(self, q_BHTK: Tensor, latent_BLR: Tensor, span: Span) -> Tensor:
         B, L, _ = latent_BLR.shape

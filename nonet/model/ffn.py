@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from nonet.model.config import ModelConfig
+from nonet.ops.fused import gated, rms_norm
+
+
+def wide(x: Tensor) -> Tensor:
+    """x in float32 at least: for decisions whose margins are smaller than bfloat16's steps."""
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 class RMSNorm(nn.Module):
@@ -18,24 +23,29 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        # Written out: torch's fused rms_norm is 2.5x slower than this on CPU (measured, docs/log.md).
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
+        return rms_norm(x, self.weight, self.eps)
+
+
+class GatedActivation:
+    """(gate, up) -> silu(gate) * up, or SiTU (see ops.fused.gated)."""
+
+    def __init__(self, config: ModelConfig):
+        self.situ = (config.situ_beta, config.situ_linear_beta) if config.activation == "situ" else None
+
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
+        return gated(gate, up, self.situ)
 
 
 class FFN(nn.Module):
-    """down(act(gate(x)) * up(x)); with SiTU: [b1 tanh(g/b1) sigmoid(g)] * [b2 tanh(u/b2)], |.| < b1*b2."""
+    """down(act(gate(x), up(x)))."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, width: int | None = None):
         super().__init__()
-        d, f, bias = config.d_model, config.d_ff, config.mlp_bias
+        d, f, bias = config.d_model, width or config.d_ff, config.mlp_bias
         self.gate_proj = nn.Linear(d, f, bias=bias)
         self.up_proj = nn.Linear(d, f, bias=bias)
         self.down_proj = nn.Linear(f, d, bias=bias)
-        self.situ = (config.situ_beta, config.situ_linear_beta) if config.activation == "situ" else None
+        self.act = GatedActivation(config)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_proj(x), self.up_proj(x)
-        if self.situ is None:
-            return self.down_proj(F.silu(gate) * up)
-        b1, b2 = self.situ
-        return self.down_proj((b1 * torch.tanh(gate / b1) * torch.sigmoid(gate)) * (b2 * torch.tanh(up / b2)))
+        return self.down_proj(self.act(self.gate_proj(x), self.up_proj(x)))

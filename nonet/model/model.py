@@ -1,45 +1,64 @@
 """The network: embedding, blocks of mixer and feed-forward, final norm, head, and an optional MTP layer.
 
-`Model.forward` turns tokens into the hidden state before the final norm. That tensor is named once, here: it is what
-the MTP layer reads (`hnorm`), what a draft's high feature will be, and what `logits` normalises. The same forward
-serves training (no state) and generation (a SequenceState, updated in place).
+`Model.forward` turns tokens into the hidden state before the final norm: the output mixture where there are attention
+residuals, the residual stream where there are none. That tensor is named once, here: it is what the MTP layer reads
+(`hnorm`), what a draft's high feature will be, and what `logits` normalises. The same forward serves training (no
+state) and generation (a SequenceState, updated in place).
+
+The MTP layer is trained with the model (`lm`), carried along without gradient by RL and distillation, and brought back
+to the finished policy when it becomes a draft.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import torch
 from torch import Tensor, nn
 
-from nonet.model.attention import GQA, MLA, Span, rope_table
+from nonet.model.attention import GQA, MLA, rope_table
+from nonet.model.attn_res import Site, Stream
 from nonet.model.config import Mixer, ModelConfig
+from nonet.model.cost import Cost
 from nonet.model.ffn import FFN, RMSNorm
-from nonet.model.kda import KDA, init_dt_bias_
+from nonet.model.kda import KDA
+from nonet.model.moe import MoE
+from nonet.model.span import Documents, Span
 from nonet.model.state import SequenceState
 
 
 class Block(nn.Module):
-    """x + mixer(norm x), then x + ffn(norm x)."""
+    """Mixer, then feed-forward, each reading the normed stream and adding to it.
 
-    def __init__(self, config: ModelConfig, mixer: Mixer):
+    With attention residuals each has a site that mixes what it reads; layers that open a block bank the last one first.
+    """
+
+    def __init__(self, config: ModelConfig, mixer: Mixer, moe: bool, first: bool = False, attn_res: bool = False):
         super().__init__()
-        self.mixer = mixer
-        self.input_layernorm = RMSNorm(config.d_model, config.norm_eps)
+        d, eps = config.d_model, config.norm_eps
+        self.mixer, self.first = mixer, first
+        self.input_layernorm = RMSNorm(d, eps)
         self.self_attn = {"gqa": GQA, "mla": MLA, "kda": KDA}[mixer](config)
-        self.post_attention_layernorm = RMSNorm(config.d_model, config.norm_eps)
-        self.mlp = FFN(config)
+        self.post_attention_layernorm = RMSNorm(d, eps)
+        self.mlp = MoE(config) if moe else FFN(config)
+        self.self_attention_res = Site(d, eps) if attn_res else None
+        self.mlp_res = Site(d, eps) if attn_res else None
 
-    def forward(self, x_BTD: Tensor, span: Span, rotation: tuple[Tensor, Tensor] | None, state: dict | None) -> Tensor:
-        h = self.input_layernorm(x_BTD)
-        mixed = self.self_attn(h, span, rotation, state) if self.mixer == "gqa" else self.self_attn(h, span, state)
-        x_BTD = x_BTD + mixed
-        return x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
+    def forward(self, stream: Stream, span: Span, state: dict | None) -> None:
+        h = stream.read(self.self_attention_res)
+        if self.first:
+            stream.bank()
+        stream.add(self.self_attn(self.input_layernorm(h), span, state))
+        h = self.post_attention_layernorm(stream.read(self.mlp_res))
+        stream.add(self.mlp(h, span.valid_BT) if isinstance(self.mlp, MoE) else self.mlp(h))
 
 
 class MTP(nn.Module):
     """Multi-token prediction layer (k3 section 3.2b): reads [enorm(embedding of t+1); hnorm(hidden of t)], predicts
-    t+2.
+    t+2. The embedding is zeroed in a sequence's first row, as public engines do.
 
-    A full-attention block with an ordinary residual and its own final norm; embedding and head are the model's.
+    A full-attention block like the backbone's last, with an ordinary residual and its own final norm; embedding and
+    head are the model's.
     """
 
     def __init__(self, config: ModelConfig):
@@ -47,14 +66,15 @@ class MTP(nn.Module):
         d, eps = config.d_model, config.norm_eps
         self.enorm, self.hnorm = RMSNorm(d, eps), RMSNorm(d, eps)
         self.eh_proj = nn.Linear(2 * d, d, bias=False)
-        self.block = Block(config, "mla" if "mla" in config.layer_mixers else "gqa")
+        self.block = Block(config, "mla" if "mla" in config.layer_mixers else "gqa", config.is_moe(config.layers))
         self.norm = RMSNorm(d, eps)
 
-    def forward(
-        self, embed_BTD: Tensor, hidden_BTD: Tensor, span: Span, rotation: tuple[Tensor, Tensor] | None
-    ) -> Tensor:
-        x = self.eh_proj(torch.cat([self.enorm(embed_BTD), self.hnorm(hidden_BTD)], -1))
-        return self.block(x, span, rotation, None)
+    def forward(self, embed_BTD: Tensor, hidden_BTD: Tensor, span: Span, state: dict | None = None) -> Tensor:
+        assert span.positions_BT is not None
+        embed_BTD = embed_BTD * (span.positions_BT > 0).unsqueeze(-1)
+        stream = Stream(self.eh_proj(torch.cat([self.enorm(embed_BTD), self.hnorm(hidden_BTD)], -1)))
+        self.block(stream, span, state)
+        return stream.read(None)
 
 
 class Model(nn.Module):
@@ -64,7 +84,12 @@ class Model(nn.Module):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.d_model)
-        self.layers = nn.ModuleList(Block(config, m) for m in config.layer_mixers)
+        size = config.attn_res_block
+        self.layers = nn.ModuleList(
+            Block(config, mixer, config.is_moe(i), first=size > 0 and i % size == 0, attn_res=size > 0)
+            for i, mixer in enumerate(config.layer_mixers)
+        )
+        self.output_attn_res = Site(config.d_model, config.norm_eps) if size else None
         self.norm = RMSNorm(config.d_model, config.norm_eps)
         self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         if config.tie_embeddings:
@@ -72,41 +97,67 @@ class Model(nn.Module):
         self.mtp = MTP(config) if config.mtp_layers else None
         self._rope: tuple[Tensor, Tensor] | None = None  # see rotation
 
-    def forward(self, tokens_BT: Tensor, state: SequenceState | None = None, counts_B: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        state: SequenceState | None = None,
+        counts_B: Tensor | None = None,
+        starts: Sequence[int] | None = None,
+    ) -> Tensor:
         """hidden_BTD before the final norm.
 
         counts_B: how many of the T tokens of each row are real (right padding after them); None: all. state: extended
-        in place by each row's real tokens; None: fresh sequences, nothing kept.
+        in place by each row's real tokens; None: fresh sequences, nothing kept. starts: where documents packed into the
+        one row begin; they do not see each other.
         """
-        span = self._span(tokens_BT, state, counts_B)
-        rotation = self.rotation(span.positions_BT)
-        x = self.embed_tokens(tokens_BT)
+        span = self.span(tokens_BT, state, counts_B, starts)
+        stream = Stream(self.embed_tokens(tokens_BT))
         for i, layer in enumerate(self.layers):
-            x = layer(x, span, rotation, None if state is None else state.layers[i])
+            layer(stream, span, None if state is None else state.layers[i])
         if state is not None:
             state.lengths_B += tokens_BT.shape[1] if counts_B is None else counts_B
-        return x
+        return stream.read(self.output_attn_res)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.lm_head(self.norm(hidden))
 
-    def mtp_logits(self, tokens_BT: Tensor, hidden_BTD: Tensor) -> Tensor:
-        """Logits [B, T-1, W] for the token two ahead: row t sees hidden t and the embedding of token t+1."""
+    def mtp_logits(
+        self,
+        tokens_BT: Tensor,
+        hidden_BTD: Tensor,
+        counts_B: Tensor | None = None,
+        starts: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Logits [B, T-1, W] for the token two ahead: row t sees hidden t and the embedding of token t+1. counts_B and
+        starts as in `forward`.
+        """
         if self.mtp is None:
             raise ValueError("this model has no MTP layer (mtp_layers = 0)")
-        span = self._span(tokens_BT[:, 1:], None, None)
-        embed = self.embed_tokens(tokens_BT[:, 1:])
-        x = self.mtp(embed, hidden_BTD[:, :-1], span, self.rotation(span.positions_BT))
+        short = None if starts is None else Documents(starts, tokens_BT.shape[1]).shortened().starts
+        span = self.span(tokens_BT[:, 1:], None, None if counts_B is None else counts_B - 1, short)
+        x = self.mtp(self.embed_tokens(tokens_BT[:, 1:]), hidden_BTD[:, :-1], span)
         return self.lm_head(self.mtp.norm(x))
 
     # ------------------------------------------------------------ positions
 
-    def _span(self, tokens_BT: Tensor, state: SequenceState | None, counts_B: Tensor | None) -> Span:
+    def span(
+        self,
+        tokens_BT: Tensor,
+        state: SequenceState | None = None,
+        counts_B: Tensor | None = None,
+        starts: Sequence[int] | None = None,
+    ) -> Span:
         T, device = tokens_BT.shape[1], tokens_BT.device
         steps_T = torch.arange(T, device=device)
         valid = None if counts_B is None else steps_T < counts_B[:, None]
+        if starts is not None:
+            if state is not None or counts_B is not None or len(tokens_BT) != 1:
+                raise ValueError("packed documents are one fresh row: no state, no counts, batch 1")
+            documents = Documents(starts, T)
+            positions_BT = documents.positions_N.to(device).unsqueeze(0)
+            return Span(positions_BT, None, None, documents=documents, rotation=self.rotation(positions_BT))
         if state is None:
-            return Span(steps_T.unsqueeze(0), valid, counts_B)
+            return Span(steps_T.unsqueeze(0), valid, counts_B, rotation=self.rotation(steps_T.unsqueeze(0)))
         positions_BT = state.lengths_B[:, None] + steps_T
         longest = int(state.lengths_B.max()) + T
         ends = state.lengths_B + (T if counts_B is None else counts_B)
@@ -116,7 +167,7 @@ class Model(nn.Module):
         # look at it; where there is no such slot, only real tokens are written.
         slots = positions_BT.clamp(max=state.capacity - 1)
         real = valid.nonzero(as_tuple=True) if valid is not None and longest > state.capacity else None
-        span = Span(positions_BT, valid, counts_B, slots, real)
+        span = Span(positions_BT, valid, counts_B, slots, real, rotation=self.rotation(positions_BT))
         if longest > T:
             span.used = min(longest, state.capacity)
             slots_L = torch.arange(span.used, device=device)
@@ -128,52 +179,31 @@ class Model(nn.Module):
 
         Rows of a table that grows with the longest position seen: two gathers where a sine would cost ten times that.
         """
-        rope, weight = self.config.rope, self.embed_tokens.weight
-        if rope is None:
+        turned, weight = self.config.rotary, self.embed_tokens.weight
+        if turned is None:
             return None
         length, table = int(positions_BT.max()) + 1, self._rope
         alike = table is not None and (table[0].device, table[0].dtype) == (weight.device, weight.dtype)
         if table is None or not alike or len(table[0]) < length:
-            self._rope = table = rope_table(rope, self.config.gqa_head_dim, max(256, 2 * length), weight)
+            self._rope = table = rope_table(*turned, max(256, 2 * length), weight)
         return table[0][positions_BT].unsqueeze(2), table[1][positions_BT].unsqueeze(2)
+
+    # --------------------------------------------------------------- experts
+
+    def experts(self) -> Iterator[MoE]:
+        """Every mixture of experts, in layer order, the MTP layer's last."""
+        return (m for m in self.modules() if isinstance(m, MoE))
+
+    def balance_(self) -> list[float]:
+        """After an optimiser step in training: apply the observed balance to every router. MaxVio by layer."""
+        moved = (m.gate.balance_() for m in self.experts())
+        return [v for v in moved if v is not None]
 
     # ---------------------------------------------------------------- costs
 
+    @property
+    def cost(self) -> Cost:
+        return Cost.of(self)
+
     def parameter_count(self) -> int:
         return sum(p.numel() for p in self.parameters())
-
-    def flops_per_token(self) -> int:
-        """Multiply-adds times two of one token's forward, attention over the context aside."""
-        embedding = 0 if self.config.tie_embeddings else self.embed_tokens.weight.numel()
-        mtp = sum(p.numel() for p in self.mtp.parameters()) if self.mtp else 0
-        return 2 * (self.parameter_count() - embedding - mtp)
-
-
-def initialise(model: Model, seed: int) -> Model:
-    """Fill all parameters in place from a seed.
-
-    | parameter                        | value                                   |
-    |----------------------------------|-----------------------------------------|
-    | matrices, embeddings             | normal(0, init_std)                     |
-    | o_proj, down_proj                | normal(0, init_std / sqrt(2 * layers))  |
-    | norms, biases                    | ones, zeros                             |
-    | convolutions                     | uniform(+-1/sqrt(kernel))               |
-    | KDA A_log, dt_bias               | 0, softplus^-1(log-uniform 1e-3..1e-1)  |
-    | MTP eh_proj                      | [0 I] + normal(0, init_std): starts on the hidden state |
-    """
-    generator = torch.Generator().manual_seed(seed)
-    std, depth = model.config.init_std, (2 * model.config.layers) ** -0.5
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if name.endswith("dt_bias"):
-                init_dt_bias_(p, generator)
-            elif "conv1d" in name:
-                p.uniform_(-(p.shape[-1] ** -0.5), p.shape[-1] ** -0.5, generator=generator)
-            elif p.ndim == 1:
-                p.fill_(1.0 if "norm" in name and name.endswith("weight") else 0.0)
-            else:
-                p.normal_(0, std * (depth if "o_proj" in name or "down_proj" in name else 1), generator=generator)
-        if model.mtp is not None:
-            d = model.config.d_model
-            model.mtp.eh_proj.weight[:, d:] += torch.eye(d)
-    return model

@@ -6,11 +6,11 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
 from rich.console import Console
 
-from nonet.model import Model, ModelConfig, hf
+from nonet.model import ModelConfig, hf
 from nonet.pipeline.recipe import Recipe
+from nonet.types import UserError
 
 _UNUSED = {
     "kda": ("kda_head_dim", "conv_kernel", "gate_lower_bound", "decay_rank"),
@@ -25,6 +25,7 @@ def print_check(recipe: Recipe) -> None:
     config = resolved_model(recipe)
     for line in costs(config):
         console.print(line, highlight=False)
+    refuse(config)
     found = list(warnings(recipe, config))
     for warning in found:
         console.print(f"[yellow]no effect:[/yellow] {warning}", highlight=False)
@@ -40,14 +41,38 @@ def resolved_model(recipe: Recipe) -> ModelConfig:
 
 def costs(config: ModelConfig) -> Iterator[str]:
     """Parameters, floating-point operations and bytes, as sentences."""
-    with torch.device("meta"):
-        model = Model(config)
-    mtp = sum(p.numel() for p in model.mtp.parameters()) if model.mtp else 0
+    cost = hf.empty(config).cost
     mixers = ", ".join(f"{config.layer_mixers.count(m)} {m}" for m in dict.fromkeys(config.layer_mixers))
-    yield f"model: {model.parameter_count():,} parameters ({mtp:,} of them MTP), layers: {mixers}"
-    yield f"forward: {model.flops_per_token():,} FLOPs a token, attention over the context aside"
-    yield f"memory: {config.cache_bytes_per_token():,} bytes a token of context in fp32"
-    yield f"        {config.state_bytes():,} bytes a sequence whatever its length"
+    mtp = f", and {short(cost.mtp)} in the MTP layer" if cost.mtp else ""
+    yield f"model: {short(cost.total)} total, {short(cost.active)} active parameters{mtp}; layers: {mixers}"
+    yield f"forward: {short(cost.flops_per_token)} FLOPs a token, attention over the context aside"
+    yield f"weights: {short(cost.weight_bytes)} bytes in bfloat16, quantised experts packed"
+    yield f"memory: {cost.bytes_per_token():,} bytes a token of context in fp32 ({cost.bytes_per_token(2):,} in bf16)"
+    yield f"        {cost.bytes_per_state():,} bytes a sequence whatever its length"
+
+
+def short(count: int) -> str:
+    """Four digits and a letter.
+
+    >>> short(2_779_500_000_000), short(104_190_000_000), short(1_234_567), short(512)
+    ('2.78T', '104.2B', '1.235M', '512')
+    """
+    for size, letter in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
+        if count >= size:
+            digits = 2 if letter == "T" else 1 if letter == "B" else 3
+            return f"{count / size:.{digits}f}{letter}"
+    return f"{count:,}"
+
+
+def refuse(config: ModelConfig) -> None:
+    """Models that would train and then disappoint."""
+    low, mid, high = config.taps
+    if config.mtp_layers and len({low, mid, high}) < 3:
+        raise UserError(
+            f"model.layers = {config.layers} with model.attn_res_block = {config.attn_res_block}: a draft's low, mid "
+            f"and high features would be the outputs of layers {low + 1}, {mid + 1} and {high + 1}, which coincide; use at "
+            "least three blocks (or mtp_layers = 0)"
+        )
 
 
 def warnings(recipe: Recipe, config: ModelConfig) -> Iterator[str]:

@@ -24,7 +24,7 @@ from nonet.harness.episode import demonstration
 from nonet.lm.trainer import Row
 from nonet.lm.trainer import train as train_lm
 from nonet.model import Model, hf
-from nonet.model.model import initialise
+from nonet.model.init import initialise
 from nonet.pipeline.recipe import Recipe
 from nonet.rl.evaluate import eval_event, evaluate, gain, rewards_by_task
 from nonet.rl.loop import Loop

@@ -22,6 +22,9 @@ MODELS = {
     "gqa, linear rope, one kv head": dict(
         kind="gqa", rope=Rope(scaling="linear", factor=3.0), qk_norm=False, kv_heads=1
     ),
+    "k3": dict(kind="k3"),
+    "kimi-linear": dict(kind="kimi_linear"),
+    "rope in mla, no convolution": dict(kind="hybrid", mla_rope=Rope(theta=50.0), conv_kernel=1),
     "everything": dict(kind="gqa", layers=3, mixers=("gqa", "mla", "kda"), kda_head_dim=8, decay_rank=4),
 }
 every_model = pytest.mark.parametrize("name", MODELS)
@@ -173,7 +176,7 @@ def test_a_state_without_room_is_refused():
 
 def test_state_size_is_the_config_arithmetic():
     for name in MODELS:
-        config = model(name).config
+        config, cost = model(name).config, model(name).cost
         small, large = (SequenceState.new(config, 2, n, torch.float32) for n in (16, 80))
-        assert large.bytes - small.bytes == 2 * 64 * config.cache_bytes_per_token()
-        assert small.bytes == 2 * (16 * config.cache_bytes_per_token() + config.state_bytes())
+        assert large.bytes - small.bytes == 2 * 64 * cost.bytes_per_token()
+        assert small.bytes == 2 * (16 * cost.bytes_per_token() + cost.bytes_per_state())

@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nonet.model import Model, ModelConfig
-from nonet.model.attention import Span, attend, attend_plain
+from nonet.model.attention import attend, attend_plain
 from nonet.model.config import k3_mixers
+from nonet.model.init import initialise
 from nonet.model.kda import KDA
-from nonet.model.model import initialise
+from nonet.model.span import Span
 
 T = 21
 
@@ -25,7 +26,7 @@ def layer(mixer: str, **over) -> tuple[Model, Tensor]:
     return m, torch.randn(1, T, 32, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
 
 
-def rms(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
+def rms(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight
 
 
@@ -55,7 +56,7 @@ def test_kda_is_its_definition():
             S = torch.exp(g)[:, None] * states[h]
             S = S + beta[h] * torch.outer(kh, v[h] - S.T @ kh)
             states[h] = S
-            heads.append(rms(S.T @ (qh / math.sqrt(K)), a.o_norm.weight))
+            heads.append(rms(S.T @ (qh / math.sqrt(K)), a.o_norm.weight, 1e-5))
         out.append(a.o_proj(torch.sigmoid(a.g_proj(x[0, t])) * torch.cat(heads)))
     torch.testing.assert_close(a(x, Span(torch.arange(T)[None], None, None), None)[0], torch.stack(out))
 

@@ -8,7 +8,7 @@ import torch
 from nonet import native
 from nonet.engine import Engine
 from nonet.model import Model, ModelConfig, Rope, SequenceState
-from nonet.model.model import initialise
+from nonet.model.init import initialise
 from nonet.model.native_decode import NativeDecoder
 from nonet.types import Request
 
@@ -19,6 +19,8 @@ ODD_HYBRID = {
     **{"layers": 6, "kda_head_dim": 12, "q_lora_rank": 10, "kv_lora_rank": 9, "qk_nope_head_dim": 7},
     **{"qk_rope_head_dim": 3, "v_head_dim": 5, "conv_kernel": 3, "decay_rank": 6},
 }
+K3 = {"vocab_size": 91, "d_model": 64, "d_ff": 80, "heads": 2, "layers": 7, "attn_res_block": 2, "mtp_layers": 1}
+MOE = {"experts": 9, "top_k": 2, "d_ff": 24, "shared": 2}
 MODELS = {
     "llama": {**GQA, "vocab_size": 259, "d_model": 64, "d_ff": 96, "heads": 4, "kv_heads": 2, "rope": Rope()},
     "llama3": {
@@ -31,6 +33,13 @@ MODELS = {
     },
     "nope": {**GQA, "vocab_size": 61, "d_model": 32, "d_ff": 40, "heads": 2},
     "hybrid": {"vocab_size": 391, "d_model": 64, "d_ff": 80, "heads": 2, "layers": 4, "mtp_layers": 1},
+    "k3": {**K3, "moe": {**MOE, "latent": 32}},
+    "k3, odd widths": {**K3, "d_model": 36, "attn_res_block": 3, "moe": {**MOE, "d_ff": 21, "latent": 19, "top_k": 3}},
+    "k3, quantised": {**K3, "moe": {**MOE, "latent": 32, "d_ff": 64}, "quant": {"rule": "even"}},
+    "kimi-linear": {
+        **{**K3, "attn_res_block": 0, "decay": "softplus", "gate_rank": 12, "q_lora_rank": 0, "mla_gate": False},
+        **{"activation": "silu", "moe": {**MOE, "shared": 0, "renormalise": False, "scale": 2.4}},
+    },
     "odd": {**ODD_HYBRID, "vocab_size": 91, "d_model": 36, "d_ff": 50, "heads": 3},
 }
 
@@ -75,11 +84,18 @@ def test_logits_and_state_are_those_of_torch(name, rows):
         tokens = (torch.arange(rows) * 7 + step).remainder(model.config.vocab_size).unsqueeze(1)
         want = model.logits(model(tokens, theirs)[:, -1]).log_softmax(-1)
         got = decoder.step(tokens, ours).log_softmax(-1)
-        torch.testing.assert_close(got, want, atol=2e-5, rtol=0)
+        # On a grid of inputs, another order of summation may carry a value across a midpoint: one step of E4M3 more.
+        torch.testing.assert_close(got, want, atol=1e-3 if model.config.quant else 2e-5, rtol=0)
+        assert float((got - want).abs().median()) < 2e-6
     assert torch.equal(ours.lengths_B, theirs.lengths_B)
     for mine, other in zip(ours.layers, theirs.layers, strict=True):
         for key in mine:
-            torch.testing.assert_close(mine[key], other[key], atol=5e-5, rtol=1e-4)
+            torch.testing.assert_close(
+                mine[key],
+                other[key],
+                atol=2e-3 if model.config.quant else 5e-5,
+                rtol=2e-3 if model.config.quant else 1e-4,
+            )
 
 
 @pytest.mark.parametrize("name", ["llama", "odd"])

@@ -1,0 +1,86 @@
+"""Where a forward's tokens sit: positions, what each may see, where its cache entries go. Computed once, read by all
+layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+class Documents:
+    """Sequences laid end to end in one row [1, N, ...], which must not see each other."""
+
+    def __init__(self, starts: Sequence[int], total: int):
+        """starts: first index of each, ascending from 0; total: N."""
+        ends = [*starts[1:], total]
+        if not starts or starts[0] != 0 or any(a >= b for a, b in zip(starts, ends, strict=True)):
+            raise ValueError(f"starts = {list(starts)[:8]} of {total} tokens: must ascend from 0, below the total")
+        self.starts, self.total = list(starts), total
+        self.ranges = list(zip(starts, ends, strict=True))
+
+    @property
+    def longest(self) -> int:
+        return max(b - a for a, b in self.ranges)
+
+    @cached_property
+    def positions_N(self) -> Tensor:
+        """Each token's index in its own document."""
+        return torch.cat([torch.arange(b - a) for a, b in self.ranges])
+
+    @cached_property
+    def _cells(self) -> tuple[Tensor, Tensor]:
+        """(document, index in it) of every token."""
+        lengths = torch.tensor([b - a for a, b in self.ranges])
+        return torch.arange(len(self.ranges)).repeat_interleave(lengths), self.positions_N
+
+    @cached_property
+    def valid_BT(self) -> Tensor:
+        """Of the padded form: False behind each document's end."""
+        return torch.arange(self.longest) < torch.tensor([b - a for a, b in self.ranges])[:, None]
+
+    def pad(self, x_1N: Tensor) -> Tensor:
+        """[1, N, ...] -> [documents, longest, ...], zeros behind each end."""
+        out = x_1N.new_zeros(len(self.ranges), self.longest, *x_1N.shape[2:])
+        return out.index_put(self._cells, x_1N[0])
+
+    def unpad(self, x_BT: Tensor) -> Tensor:
+        return x_BT[self._cells].unsqueeze(0)
+
+    def shortened(self) -> Documents:
+        """Without the last token of the row."""
+        last = self.total - 1
+        return Documents([a for a in self.starts if a < last], last)
+
+
+@dataclass
+class Span:
+    """Where T new positions of B rows sit.
+
+    positions_BT   absolute position of each token
+    valid_BT       False on right padding (None: everything is real)
+    slots_BT       cache slot to write to
+    real_N         (rows, columns) of the only tokens to write (None: all, padding included)
+    mask_B1TL      True where a query may look, over the L cached slots in use (None: fresh and causal)
+    documents      of a packed row (None: every row is one sequence)
+    rotation       cos and signed sin of the positions (None: a model without rotary positions)
+    """
+
+    positions_BT: Tensor | None
+    valid_BT: Tensor | None
+    counts_B: Tensor | None
+    slots_BT: Tensor | None = None
+    real_N: tuple[Tensor, ...] | None = None
+    mask_B1TL: Tensor | None = None
+    used: int = 0
+    documents: Documents | None = None
+    rotation: tuple[Tensor, Tensor] | None = None
+
+    @staticmethod
+    def fresh() -> Span:
+        """Whole causal sequences, nothing padded, nothing kept."""
+        return Span(None, None, None)
