@@ -26,10 +26,10 @@ def parity(directory: Path | str, prompts: int = 20, seed: int = 0) -> dict[str,
     max_logprob_diff_cached   the last positions when they come one token at a time after a prefill
     """
     ours = hf.load(directory)
-    if family_of(ours.config) == "kimi_linear":
+    if family_of(ours.config) == "kimi_k3":
         raise UserError(
-            f"{directory}: model_type = 'kimi_linear': transformers knows that name for an older model and cannot run "
-            f"this one; compare a llama, qwen2 or qwen3 directory"
+            f"{directory}: model_type = 'kimi_k3' is not implemented by transformers; compare a llama, qwen2, qwen3 or "
+            "kimi_linear directory (`nonet export --to gguf` and llama.cpp run this one)"
         )
     theirs = _transformers(directory)
     fresh = cached = 0.0

@@ -112,6 +112,8 @@ class ModelConfig(Config):
             raise ValueError(f"d_model = {self.d_model} is not a multiple of heads = {self.heads}; set head_dim")
         if "gqa" in self.layer_mixers and self.rope is not None and self.gqa_head_dim % 2:
             raise ValueError(f"head_dim = {self.gqa_head_dim}: rotary positions turn pairs, so it must be even")
+        if "mla" in self.layer_mixers and self.qk_nope_head_dim + self.qk_rope_head_dim < 1:
+            raise ValueError("qk_nope_head_dim and qk_rope_head_dim are both 0: queries need a width; set either")
         if self.mla_rope is not None and (self.qk_rope_head_dim < 2 or self.qk_rope_head_dim % 2):
             raise ValueError(f"qk_rope_head_dim = {self.qk_rope_head_dim}: mla_rope turns pairs, so it must be even")
         if self.mla_rope is not None and self.rope is not None and "gqa" in self.layer_mixers:
@@ -164,4 +166,4 @@ class ModelConfig(Config):
         """
         size = self.attn_res_block or max(1, self.layers // 3)
         blocks = -(-self.layers // size)
-        return min(size, self.layers) - 1, min(size * max(1, blocks // 2), self.layers) - 1, self.layers - 1
+        return min(size, self.layers) - 1, min(size * ((blocks + 1) // 2), self.layers) - 1, self.layers - 1

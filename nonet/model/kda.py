@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from nonet.model.config import ModelConfig
 from nonet.model.ffn import RMSNorm
 from nonet.model.span import Span
-from nonet.ops.kda import kda_chunk, kda_recurrent, kda_step_
+from nonet.ops.kda import kda, kda_epilogue, kda_prologue, kda_step_
 
 
 class KDA(nn.Module):
     """q, k, v: linear -> causal depthwise convolution -> SiLU, q and k L2-normalised; a decay per key channel; output
-    sigmoid(gate x) * RMSNorm_head(o). K3: bounded decay, full gate. Kimi-Linear: softplus decay, low-rank gate.
+    sigmoid(gate x) * RMSNorm_head(o). K3: g = lower * sigmoid(a z), full gate. Kimi-Linear: g = -a softplus(z), gate of
+    low rank. z = W_fb W_fa x + dt_bias, a = exp(A_log) of the head.
     """
 
     def __init__(self, config: ModelConfig):
@@ -44,77 +44,36 @@ class KDA(nn.Module):
         self.o_proj = nn.Linear(width, c.d_model, bias=False)
 
     def forward(self, x_BTD: Tensor, span: Span, state: dict | None) -> Tensor:
-        mixed = torch.cat([self.q_proj(x_BTD), self.k_proj(x_BTD), self.v_proj(x_BTD)], -1)
-        g, beta = self.log_decay(x_BTD), torch.sigmoid(self.b_proj(x_BTD))
-        valid_BT, documents = span.valid_BT, span.documents
-        if documents is not None:  # one row each: neither convolution nor state crosses over
-            mixed, g, beta = documents.pad(mixed), documents.pad(g), documents.pad(beta)
-            valid_BT = documents.valid_BT
-        B, T, _ = mixed.shape
-        q, k, v = F.silu(self._convolve(mixed, span, state)).view(B, T, 3, self.heads, self.dim).unbind(2)
-        q, k = l2_normalise(q) * self.dim**-0.5, l2_normalise(k)
-        g = g.view(B, T, self.heads, self.dim)
-        if valid_BT is not None:
-            g, beta = g * valid_BT[:, :, None, None], beta * valid_BT[:, :, None]
-        o = self.o_norm(self._scan(q, k, v, g, beta, state)).reshape(B, T, -1)
-        if documents is not None:
-            o = documents.unpad(o)
-        gate = self.g_b_proj(self.g_a_proj(x_BTD)) if self.low_rank else self.g_proj(x_BTD)
-        return self.o_proj(torch.sigmoid(gate) * o)
-
-    def log_decay(self, x_BTD: Tensor) -> Tensor:
-        """g <= 0 per key channel, from z = W_fb W_fa x + dt_bias and a = exp(A_log) of the head.
-
-        bounded (K3): lower * sigmoid(a z), in (lower, 0). softplus (Kimi-Linear): -a softplus(z), without a floor.
-        none: 0.
-        """
-        z = self.f_b_proj(self.f_a_proj(x_BTD)) + self.dt_bias
-        if self.decay == "none":
-            return torch.zeros_like(z)
-        a = self.A_log.exp().repeat_interleave(self.dim)
-        return self.lower * torch.sigmoid(a * z) if self.decay == "bounded" else -a * F.softplus(z)
-
-    def _convolve(self, mixed_BTC: Tensor, span: Span, state: dict | None) -> Tensor:
-        """Depthwise causal convolution as shifted products; the last kernel-1 real inputs stay in the state."""
-        past = self.kernel - 1
+        starts = None if span.documents is None else span.documents.starts
+        where = {"starts": starts, "counts": span.counts_B}
+        convolutions = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
+        q, k, v, g, beta, tail = kda_prologue(
+            (self.q_proj(x_BTD), self.k_proj(x_BTD), self.v_proj(x_BTD)),
+            (convolutions[0].weight[:, 0], convolutions[1].weight[:, 0], convolutions[2].weight[:, 0]),
+            None if state is None else state["tail"],
+            None if self.decay == "none" else self.f_b_proj(self.f_a_proj(x_BTD)),
+            self.b_proj(x_BTD),
+            self.A_log,
+            self.dt_bias,
+            self.floor,
+            **where,
+        )
         if state is None:
-            joined = F.pad(mixed_BTC, (0, 0, past, 0))
+            o = kda(q, k, v, g, beta, None, self.floor, **where)[0]
         else:
-            joined = torch.cat([state["tail"], mixed_BTC], 1)
-            if past:
-                state["tail"].copy_(last_valid(joined, past, span))
-        taps_CJ = torch.cat([conv.weight[:, 0] for conv in (self.q_conv1d, self.k_conv1d, self.v_conv1d)])
-        T = mixed_BTC.shape[1]
-        out = joined[:, :T] * taps_CJ[:, 0]
-        for j in range(1, self.kernel):
-            out = torch.addcmul(out, joined[:, j : j + T], taps_CJ[:, j])
-        return out
+            state["tail"].copy_(tail)
+            o = self._extend(q, k, v, g, beta, state["matrix"], span)
+        gate = self.g_b_proj(self.g_a_proj(x_BTD)) if self.low_rank else self.g_proj(x_BTD)
+        return self.o_proj(kda_epilogue(o, gate, self.o_norm.weight, self.o_norm.eps))
 
-    def _scan(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: dict | None) -> Tensor:
-        B, T, H, K = q.shape
-        if state is None:
-            return self._many(q, k, v, g, beta, q.new_zeros(B, H, K, K))[0]
-        if T == 1:
-            return kda_step_(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], state["matrix"]).unsqueeze(1)
-        o, matrix = self._many(q, k, v, g, beta, state["matrix"])
-        state["matrix"].copy_(matrix)
+    @property
+    def floor(self) -> float | None:
+        """What g never falls below; None: nothing stops it (Kimi-Linear)."""
+        return None if self.decay == "softplus" else self.lower
+
+    def _extend(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, matrix: Tensor, span: Span) -> Tensor:
+        if q.shape[1] == 1 and span.counts_B is None:
+            return kda_step_(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], matrix).unsqueeze(1)
+        o, after = kda(q, k, v, g, beta, matrix, self.floor, counts=span.counts_B)
+        matrix.copy_(after)
         return o
-
-    def _many(
-        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, matrix_BHKV: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        if self.decay == "softplus":  # no floor under the decay: chunks would overflow
-            return kda_recurrent(q, k, v, g, beta, matrix_BHKV)
-        return kda_chunk(q, k, v, g, beta, matrix_BHKV, self.lower)
-
-
-def l2_normalise(x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
-
-
-def last_valid(joined_BSC: Tensor, past: int, span: Span) -> Tensor:
-    """The `past` inputs before each row's end; `joined` is `past` old inputs followed by this call's, right-padded."""
-    if span.counts_B is None:
-        return joined_BSC[:, -past:]
-    index = span.counts_B[:, None] + torch.arange(past, device=joined_BSC.device)
-    return joined_BSC[torch.arange(len(joined_BSC), device=joined_BSC.device)[:, None], index]

@@ -37,7 +37,7 @@ class Router(nn.Module):
         k = self.moe.top_k
         best = biased_NE.detach().topk(k + 1, dim=-1)
         chosen_NK = best.indices[:, :k]
-        if self.training and self.moe.balance != "none":
+        if self.training and torch.is_grad_enabled() and self.moe.balance != "none":
             self._observe(scores_NE.detach(), best.values[:, k], real_N)
         weight_NK = scores_NE.gather(1, chosen_NK)
         if self.moe.renormalise:

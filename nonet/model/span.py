@@ -23,33 +23,10 @@ class Documents:
         self.starts, self.total = list(starts), total
         self.ranges = list(zip(starts, ends, strict=True))
 
-    @property
-    def longest(self) -> int:
-        return max(b - a for a, b in self.ranges)
-
     @cached_property
     def positions_N(self) -> Tensor:
         """Each token's index in its own document."""
         return torch.cat([torch.arange(b - a) for a, b in self.ranges])
-
-    @cached_property
-    def _cells(self) -> tuple[Tensor, Tensor]:
-        """(document, index in it) of every token."""
-        lengths = torch.tensor([b - a for a, b in self.ranges])
-        return torch.arange(len(self.ranges)).repeat_interleave(lengths), self.positions_N
-
-    @cached_property
-    def valid_BT(self) -> Tensor:
-        """Of the padded form: False behind each document's end."""
-        return torch.arange(self.longest) < torch.tensor([b - a for a, b in self.ranges])[:, None]
-
-    def pad(self, x_1N: Tensor) -> Tensor:
-        """[1, N, ...] -> [documents, longest, ...], zeros behind each end."""
-        out = x_1N.new_zeros(len(self.ranges), self.longest, *x_1N.shape[2:])
-        return out.index_put(self._cells, x_1N[0])
-
-    def unpad(self, x_BT: Tensor) -> Tensor:
-        return x_BT[self._cells].unsqueeze(0)
 
     def shortened(self) -> Documents:
         """Without the last token of the row."""

@@ -79,8 +79,8 @@ static void block(const Model *m, const Layer *layers, float *x, I rows, I first
   linear(h, D, m->head, 0, logits + first * m->W, m->W, rows, m->W, D);
 }
 
-/* x [B][D]: embeddings, overwritten. lengths [B]: positions already cached. cos, signed sin [B][K] or null. scratch_floats: per
-   thread, of which there are at most `threads`. Returns 0, or 1 when memory ran out. */
+/* x [B][D]: embeddings, overwritten. lengths [B]: positions already cached. cos, signed sin [B][K] or null.
+   scratch_floats: per thread, of which there are at most `threads`. Returns 0, or 1 when memory ran out. */
 int decode_step(const Model *m, const Layer *layers, float *x, const I *lengths, I B, I cap, const float *cos,
                 const float *sin, float *logits, I scratch_floats, I threads) {
   int failed = 0;

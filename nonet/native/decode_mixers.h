@@ -52,7 +52,8 @@ static void convolve(float *x, const float *taps, float *tail, I stride, I width
   MAP(width, x, x, e * vsigmoid(e));
 }
 
-static void kda_head(const float *q, const float *k, const float *v, const float *g, float beta, float *S, float *o, I K) {
+static void kda_head(const float *q, const float *k, const float *v, const float *g, float beta, float *S, float *o,
+                     I K) {
   float a[K], read[K];
   MAP(K, g, a, vexp(e));
   memset(read, 0, sizeof read);

@@ -8,21 +8,21 @@
 enum { BLOCK = 16, GQA = 0, KDA = 1, MLA = 2, DENSE = 0, ROUTED = 1 };
 
 typedef struct {
-  I kind, F, ffn;                                                             /* F: of the dense or shared feed-forward */
-  const float *ln1, *ln2, *gate, *up, *down, *gate_b, *up_b, *down_b;         /* norms and feed-forward */
-  const float *q, *k, *v, *o, *q_b, *k_b, *v_b, *o_b, *q_norm, *k_norm;       /* gqa; kda uses q, k, v, o */
+  I kind, F, ffn;                                                       /* F: of the dense or shared feed-forward */
+  const float *ln1, *ln2, *gate, *up, *down, *gate_b, *up_b, *down_b;   /* norms and feed-forward */
+  const float *q, *k, *v, *o, *q_b, *k_b, *v_b, *o_b, *q_norm, *k_norm; /* gqa; kda uses q, k, v, o */
   const float *g, *g_a, *f_a, *f_b, *beta, *decay, *dt, *q_conv, *k_conv, *v_conv, *o_norm; /* kda; mla uses g, o */
-  const float *q_a, *q_a_norm, *q_bb, *kv_a, *kv_a_norm, *kv_b;               /* mla; q alone where queries are direct */
+  const float *q_a, *q_a_norm, *q_bb, *kv_a, *kv_a_norm, *kv_b; /* mla; q alone where queries are direct */
   const float *router, *bias, *w1, *w3, *w2, *latent_down, *latent_up, *latent_norm; /* routed experts */
-  const float *mix1, *mix1_norm, *mix2, *mix2_norm;                           /* attention-residual sites */
+  const float *mix1, *mix1_norm, *mix2, *mix2_norm;                                  /* attention-residual sites */
   float *cache, *cache2; /* gqa: k, v; kda: matrix, tail; mla: latent, - */
 } Layer;
 
 typedef struct {
-  I layers, D, situ, W, H, residual; /* residual: layers per attention-residual block, 0 for the ordinary kind */
-  I G, K;                            /* gqa: key heads, head width */
+  I layers, D, situ, W, H, residual;       /* residual: layers per attention-residual block, 0 for the ordinary kind */
+  I G, K;                                  /* gqa: key heads, head width */
   I KK, kernel, rank, gate_rank, softplus; /* kda: head width, convolution taps, decay rank, gate rank, kind of decay */
-  I q_rank, R, nope, extra, VD;      /* mla: query rank, latent rank, key parts, value width */
+  I q_rank, R, nope, extra, VD;            /* mla: query rank, latent rank, key parts, value width */
   I E, top_k, EF, L, renormalise, input_format, rule; /* experts: how many, chosen, width, what they read; quant.h */
   float eps, mla_eps, b1, b2, lower, scale;
   const float *norm, *head, *mix, *mix_norm;

@@ -1,8 +1,8 @@
 /* Elementwise pieces of a training step in one pass over memory each, forward and backward, float32: RMSNorm, the gated
    activations, and the attention-residual mixture. The twins in torch are ops/fused.py.
 
-   Rows are shared out statically, and every sum over rows is taken per thread and then over threads in order, so a result
-   depends on the number of threads but not on their speed. */
+   Rows are shared out statically, and every sum over rows is taken per thread and then over threads in order, so a
+   result depends on the number of threads but not on their speed. */
 
 #include "vector.h"
 
@@ -20,8 +20,8 @@ void rmsnorm_forward(const float *x, const float *w, float *y, float *inverse, I
 }
 
 /* dx = r (w dy) - x r^3 / D * (x . w dy); dw[threads][D]: each thread's share, zeroed here. */
-void rmsnorm_backward(const float *dy, const float *x, const float *w, const float *inverse, float *dx, float *dw, I n, I D,
-                      I threads) {
+void rmsnorm_backward(const float *dy, const float *x, const float *w, const float *inverse, float *dx, float *dw, I n,
+                      I D, I threads) {
   memset(dw, 0, threads * D * sizeof(float));
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (I t = 0; t < threads; t++) {
@@ -42,7 +42,8 @@ void rmsnorm_backward(const float *dy, const float *x, const float *w, const flo
 
 /* ------------------------------------------------------ gated activations */
 
-/* b1 > 0: SiTU, [b1 tanh(g/b1) sigmoid(g)] [b2 tanh(u/b2)]; b1 = 0: silu(g) u. Chunks keep threads off each other's lines. */
+/* b1 > 0: SiTU, [b1 tanh(g/b1) sigmoid(g)] [b2 tanh(u/b2)]; b1 = 0: silu(g) u. Chunks keep threads off each other's
+ * lines. */
 enum { PIECE = 1 << 12 };
 
 void gated_forward(const float *gate, const float *up, float *y, I n, float b1, float b2, I threads) {
@@ -54,8 +55,8 @@ void gated_forward(const float *gate, const float *up, float *y, I n, float b1, 
     }
 }
 
-void gated_backward(const float *dy, const float *gate, const float *up, float *dgate, float *dup, I n, float b1, float b2,
-                    I threads) {
+void gated_backward(const float *dy, const float *gate, const float *up, float *dgate, float *dup, I n, float b1,
+                    float b2, I threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (I a = 0; a < n; a += PIECE)
     for (I i = a; i < n && i < a + PIECE; i += LANES) {
@@ -75,9 +76,10 @@ void gated_backward(const float *dy, const float *gate, const float *up, float *
 
 enum { SOURCES = 64 };
 
-/* h = sum_j a_j v_j, a = softmax_j(r_j q . v_j), r_j = 1/rms(v_j). Kept for the way back: weights, r and q . v, [n][J]. */
-void mix_forward(const float *const *v, const float *q, float *h, float *weight, float *inverse, float *match, I J, I n, I D,
-                 float eps, I threads) {
+/* h = sum_j a_j v_j, a = softmax_j(r_j q . v_j), r_j = 1/rms(v_j). Kept for the way back: weights, r and q . v, [n][J].
+ */
+void mix_forward(const float *const *v, const float *q, float *h, float *weight, float *inverse, float *match, I J, I n,
+                 I D, float eps, I threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (I r = 0; r < n; r++) {
     float *a = weight + r * J, top = -INFINITY, total = 0;

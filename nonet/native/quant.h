@@ -7,14 +7,22 @@
 
 enum { PLAIN = 0, MXFP8 = 1, FLOOR = 0, EVEN = 1, CEIL = 2, RCEIL = 3 };
 
-static inline uint32_t bits(float x) { uint32_t u; memcpy(&u, &x, sizeof u); return u; }
-static inline float value(uint32_t u) { float x; memcpy(&x, &u, sizeof x); return x; }
+static inline uint32_t bits(float x) {
+  uint32_t u;
+  memcpy(&u, &x, sizeof u);
+  return u;
+}
+static inline float value(uint32_t u) {
+  float x;
+  memcpy(&x, &u, sizeof x);
+  return x;
+}
 
 /* Exponent of the scale of a block whose largest magnitude is `top` > 0: E4M3 reaches 448 = 1.75 * 2^8. */
 static int scale_exponent(float top, I rule) {
   uint32_t u = bits(top);
-  if (rule == EVEN) u += 1u << 19;                    /* half a step of 3 mantissa bits, half up */
-  if (rule == CEIL) u += (1u << 23) - 1;              /* anything above a power of two rounds up */
+  if (rule == EVEN) u += 1u << 19;                     /* half a step of 3 mantissa bits, half up */
+  if (rule == CEIL) u += (1u << 23) - 1;               /* anything above a power of two rounds up */
   if (rule == RCEIL) u += (1u << 23) - 1 - (3u << 21); /* anything above 1.75 times a power of two */
   int e = (int)(u >> 23) - 127 - 8;
   return e < -127 ? -127 : e > 127 ? 127 : e;
@@ -23,7 +31,7 @@ static int scale_exponent(float top, I rule) {
 /* Nearest E4M3 value of x, ties to the even code, subnormals included, saturated at 448. */
 static float e4m3(float x) {
   float a = fabsf(x);
-  if (a < 0.015625f) a = (a + 16384.0f) - 16384.0f;   /* below 2^-6 the grid is 2^-9: adding 2^14 leaves 2^-9 steps */
+  if (a < 0.015625f) a = (a + 16384.0f) - 16384.0f; /* below 2^-6 the grid is 2^-9: adding 2^14 leaves 2^-9 steps */
   else {
     uint32_t u = bits(a);
     u = (u + 0x7FFFF + ((u >> 20) & 1)) & 0xFFF00000u;

@@ -19,7 +19,11 @@ enum { LANES = 16 };
 
 /* ------------------------------------------------------------- elementwise */
 
-static inline V load(const float *p) { V v; memcpy(&v, p, sizeof v); return v; }
+static inline V load(const float *p) {
+  V v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
 static inline void store(float *p, V v) { memcpy(p, &v, sizeof v); }
 static inline V splat(float x) { return (V){0} + x; }
 static inline V pick(VI mask, V a, V b) { return (V)((mask & (VI)a) | (~mask & (VI)b)); }
@@ -86,10 +90,10 @@ static inline void put(float *p, I i, I n, V v) {
     for (I j = i; j < n; j++) p[j] = v[j - i];
 }
 /* out[i] = f(e = in[i]); the tail goes through one padded vector so that every element takes the same road. */
-#define MAP(n, in, out, expression)              \
-  for (I i_ = 0, n_ = (n); i_ < n_; i_ += LANES) { \
-    V e = at(in, i_, n_);                        \
-    put(out, i_, n_, expression);                \
+#define MAP(n, in, out, expression)                                                                                    \
+  for (I i_ = 0, n_ = (n); i_ < n_; i_ += LANES) {                                                                     \
+    V e = at(in, i_, n_);                                                                                              \
+    put(out, i_, n_, expression);                                                                                      \
   }
 static inline float dot(const float *a, const float *b, I n) {
   V s = {0};
@@ -155,13 +159,15 @@ static void rmsnorm(const float *x, const float *w, float *y, I n, float eps) {
   for (I i = 0; i < n; i++) y[i] = x[i] * r * w[i];
 }
 
-/* Ask for p[n] ahead of its use: caches are long, and read once a step, so a step waits for memory more than it counts. */
+/* Ask for p[n] ahead of its use: caches are long, and read once a step, so a step waits for memory more than it counts.
+ */
 static inline void fetch(const float *p, I n) {
   for (I i = 0; i < n; i += LANES) __builtin_prefetch(p + i, 0, 2);
 }
 
 /* out = share * sum over l < L of w[l] values[l], even and odd positions apart, so that no sum waits for the last. */
-static void mix(const float *w, const float *values, I vs, I vn, float *out, I L, float share, const float *next, I ks) {
+static void mix(const float *w, const float *values, I vs, I vn, float *out, I L, float share, const float *next,
+                I ks) {
   I i = 0;
   for (; i + 2 * LANES <= vn; i += 2 * LANES) {
     V a = {0}, b = {0}, c = {0}, d = {0};

@@ -108,7 +108,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight, inverse = ctx.saved_tensors
         D, threads = x.shape[-1], torch.get_num_threads()
         dx, dw = torch.empty_like(x), weight.new_empty(threads, D)
@@ -128,7 +128,7 @@ class _Gated(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         gate, up = ctx.saved_tensors
         dgate, dup = torch.empty_like(gate), torch.empty_like(up)
         dy, threads = dy.contiguous(), torch.get_num_threads()
@@ -150,7 +150,7 @@ class _Mixture(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         query, kept, *sources = ctx.saved_tensors
         J, D, threads = len(sources), len(query), torch.get_num_threads()
         dv, dq = [torch.empty_like(v) for v in sources], query.new_empty(threads, D)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from nonet.lm.advice import TOKENS_PER_PARAMETER, advise
+from nonet.lm.pretrain import stages, total_tokens
 from nonet.model import ModelConfig, hf
 from nonet.pipeline.recipe import Recipe
 from nonet.types import UserError
@@ -26,6 +28,9 @@ def print_check(recipe: Recipe) -> None:
     for line in costs(config):
         console.print(line, highlight=False)
     refuse(config)
+    if recipe.pretrain is not None:
+        for line in plan(recipe, config):
+            console.print(line, highlight=False)
     found = list(warnings(recipe, config))
     for warning in found:
         console.print(f"[yellow]no effect:[/yellow] {warning}", highlight=False)
@@ -70,20 +75,28 @@ def refuse(config: ModelConfig) -> None:
     if config.mtp_layers and len({low, mid, high}) < 3:
         raise UserError(
             f"model.layers = {config.layers} with model.attn_res_block = {config.attn_res_block}: a draft's low, mid "
-            f"and high features would be the outputs of layers {low + 1}, {mid + 1} and {high + 1}, which coincide; use at "
-            "least three blocks (or mtp_layers = 0)"
+            f"and high features would be the outputs of layers {low + 1}, {mid + 1} and {high + 1}, which coincide; "
+            "use at least three blocks (or mtp_layers = 0)"
         )
 
 
 def warnings(recipe: Recipe, config: ModelConfig) -> Iterator[str]:
     """Settings that are legal and do nothing."""
-    rl, cold = recipe.rl, recipe.cold
+    yield from _model_warnings(recipe, config)
+    yield from _rl_warnings(recipe, config) if recipe.pretrain is None else _pretrain_warnings(recipe, config)
+
+
+def _model_warnings(recipe: Recipe, config: ModelConfig) -> Iterator[str]:
     for mixer, keys in _UNUSED.items():
         for key in keys:
             if mixer not in config.layer_mixers and key in recipe.model:
                 yield f"model.{key}: no layer is {mixer}"
     if recipe.start.model and recipe.model:
         yield f"[model]: the model is read from start.model = {recipe.start.model}"
+
+
+def _rl_warnings(recipe: Recipe, config: ModelConfig) -> Iterator[str]:
+    rl, cold = recipe.rl, recipe.cold
     if cold and cold.mtp_weight > 0 and config.mtp_layers == 0:
         yield f"cold.mtp_weight = {cold.mtp_weight}: the model has no MTP layer (model.mtp_layers = 0)"
     if cold and cold.warmup >= cold.steps:
@@ -97,3 +110,55 @@ def warnings(recipe: Recipe, config: ModelConfig) -> Iterator[str]:
         yield f"rl.fraction = {rl.fraction}: of {rl.groups * rl.samples} trajectories it rounds up to all"
     if rl.max_tokens >= config.max_position:
         yield f"rl.max_tokens = {rl.max_tokens}: the model ends at {config.max_position} positions"
+
+
+# -------------------------------------------------------------------------- pretraining
+
+
+def plan(recipe: Recipe, config: ModelConfig) -> Iterator[str]:
+    """The stages, what they cost on this machine, and the size that would use a given time best."""
+    assert recipe.pretrain is not None
+    for s in stages(recipe.pretrain):
+        documents = f"documents of at least {s.min_document} tokens" if s.min_document else "all documents, packed"
+        yield f"stage {s.name}: {s.steps} steps of {s.rows} x {s.context} tokens, peak lr {s.lr:g}, {documents}"
+    tokens, hours = total_tokens(recipe.pretrain), recipe.advice.hours
+    a = advise(config, recipe.pretrain, hours, recipe.advice.probe_s)
+    yield (
+        f"speed: {a.mine.tokens_per_s:,.0f} tokens a second measured on this machine; {short(tokens)} tokens take "
+        f"{span(a.seconds)} and are {tokens / a.mine.active:.1f} an active parameter"
+    )
+    c = a.advised
+    yield (
+        f"advice: this box, {span(hours * 3600)}: {short(a.active)} active parameters, {short(a.tokens)} tokens (rule: "
+        f"about {TOKENS_PER_PARAMETER} tokens an active parameter is compute-optimal; "
+        f"{a.measured.tokens_per_s:,.0f} tokens a second measured at {short(a.measured.active)}): "
+        f"model.heads = {c.heads}, model.d_model = {c.d_model}, model.d_ff = {c.d_ff}"
+    )
+
+
+def span(seconds: float) -> str:
+    """
+    >>> span(42), span(600), span(5400)
+    ('42 s', '10 min', '1.5 h')
+    """
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"
+
+
+def _pretrain_warnings(recipe: Recipe, config: ModelConfig) -> Iterator[str]:
+    p, start = recipe.pretrain, recipe.start
+    assert p is not None
+    if p.mtp_weight > 0 and config.mtp_layers == 0:
+        yield f"pretrain.mtp_weight = {p.mtp_weight}: the model has no MTP layer (model.mtp_layers = 0)"
+    if p.per_head and p.optimizer == "adamw":
+        yield "pretrain.per_head: is about Muon, and optimizer is adamw"
+    if start.model and recipe.data.tokenizer:
+        yield f"data.tokenizer: fits only if it is the one of start.model = {start.model}"
+    for i, s in enumerate(p.stages):
+        if s.context > config.max_position:
+            yield f"pretrain.stages[{i}].context = {s.context}: the model ends at {config.max_position} positions"
+        if s.batch_tokens is not None and s.batch_tokens < s.context:
+            yield f"pretrain.stages[{i}].batch_tokens = {s.batch_tokens}: a step is at least one row of {s.context}"
+    if recipe.cold is not None:
+        yield "[cold]: nonet pretrain has no cold start; run it afterwards with start.model = the result"

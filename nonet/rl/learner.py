@@ -13,10 +13,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nonet.model import Model
-from nonet.model.optimizer import Optimizer
+from nonet.model.optimizer import Optimizer, head_counts
 from nonet.rl.batch import PackedBatch, Padded, micro_batches
 from nonet.rl.config import RLConfig
 from nonet.rl.objective import K25
+
+NEAR_TIES = 0.01
 
 
 class InvariantError(RuntimeError):
@@ -25,10 +27,12 @@ class InvariantError(RuntimeError):
 
 class Learner:
     def __init__(self, model: Model, config: RLConfig):
-        self.model, self.config = model, config
+        self.model, self.config = model.eval(), config  # routers stand still: the sampler's choices are the learner's
         self.objective = K25(config.ratio_low, config.ratio_high, config.tau)
         trained = [(n, p) for n, p in model.named_parameters() if not n.startswith("mtp.")]
-        self.optimizer = Optimizer(trained, config.optimizer, config.lr, config.betas, config.weight_decay)
+        self.optimizer = Optimizer(
+            trained, config.optimizer, config.lr, config.betas, config.weight_decay, head_counts(model)
+        )
         self.version = 0
 
     def step(self, batch: PackedBatch) -> dict[str, float]:
@@ -64,12 +68,14 @@ class Learner:
 
     def _check_ratio(self, batch: PackedBatch, micro: list[int], part: Padded, log_ratio_N: Tensor) -> None:
         """On equal weights the learner must reproduce the sampler's log-probs; if not, some input differs from what was
-        seen.
+        seen. With routed experts a share of NEAR_TIES may differ: where two experts score alike to the last bits,
+        sampler and learner, which sum in another order, choose differently.
         """
         where = part.mask_BT[:, 1:]
         fresh_BT = where & (part.version_BT[:, 1:] == self.version)
         drift_BT = torch.zeros(where.shape, dtype=log_ratio_N.dtype).masked_scatter(where, log_ratio_N).abs() * fresh_BT
-        if float(drift_BT.max()) <= self.config.check_ratio:
+        allowed = int(NEAR_TIES * int(fresh_BT.sum())) if self.model.config.moe else 0
+        if bool(drift_BT.isfinite().all()) and int((drift_BT > self.config.check_ratio).sum()) <= allowed:
             return
         b, t = divmod(int(drift_BT.argmax()), drift_BT.shape[1])
         raise InvariantError(

@@ -18,7 +18,7 @@ from nonet.convert import importer
 from nonet.convert.importer import import_model
 from nonet.convert.parity import parity, prompt_lengths
 from nonet.model import Model, ModelConfig, hf
-from nonet.model.model import initialise
+from nonet.model.init import initialise
 from nonet.types import UserError
 
 
@@ -98,7 +98,7 @@ def test_parity_lengths_and_missing_transformers(gguf_file: Path, tmp_path: Path
 def test_parity_of_a_hybrid_is_refused(tmp_path: Path):
     sizes = dict(kda_head_dim=8, q_lora_rank=8, kv_lora_rank=8, decay_rank=4)
     hf.save(initialise(Model(ModelConfig(vocab_size=9, d_model=16, layers=2, d_ff=8, heads=2, **sizes)), 0), tmp_path)
-    with pytest.raises(UserError, match="kimi_linear"):
+    with pytest.raises(UserError, match="kimi_k3"):
         parity(tmp_path)
 
 

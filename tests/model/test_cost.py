@@ -54,6 +54,6 @@ def test_counts_are_those_of_a_model_that_exists(kind):
 
 
 def test_taps_are_the_first_middle_and_last_block():
-    assert tiny.model("k3").config.taps == (1, 1, 5)
+    assert tiny.model("k3").config.taps == (1, 3, 5)
     assert ModelConfig(vocab_size=9, d_model=8, layers=8, d_ff=8, heads=1, attn_res_block=2).taps == (1, 3, 7)
     assert torch.tensor(ModelConfig(vocab_size=9, d_model=8, layers=32, d_ff=8, heads=1).taps).unique().numel() == 3

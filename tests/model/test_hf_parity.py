@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from nonet.model import Model, ModelConfig, Rope, SequenceState, hf
-from nonet.model.model import initialise
+from nonet.model.init import initialise
 
 transformers = pytest.importorskip("transformers")
 
 LENGTHS = (1, 2, 17, 128, 512)
+CLOSE = 2e-5  # at 512 tokens either side is up to 1.5e-5 from float64, depending on the processor
 SMALL = dict(vocab_size=211, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=4)
 LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
 
@@ -89,14 +90,14 @@ def test_log_probs_equal_transformers(name: str, tmp_path: Path):
     ours = hf.load(tmp_path)
     fresh, cached = difference(theirs, ours), difference(theirs, ours, cached=True)
     print(f"{name}: max |log-prob difference| {fresh:.1e} fresh, {cached:.1e} cached")
-    assert fresh < 1e-5
-    assert cached < 1e-5
+    assert fresh < CLOSE
+    assert cached < CLOSE
 
 
 def test_sharded_directory_loads_alike(tmp_path: Path):
     theirs = reference("Llama", {}, tmp_path, max_shard_size="40KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
-    assert difference(theirs, hf.load(tmp_path)) < 1e-5
+    assert difference(theirs, hf.load(tmp_path)) < CLOSE
 
 
 @pytest.mark.parametrize("name", ["llama-llama3", "llama-biases", "qwen2", "qwen3-wide-bias-tied"])
@@ -110,7 +111,7 @@ def test_transformers_loads_what_we_save(name: str, shard: int, tmp_path: Path):
         tmp_path / "out", dtype=torch.float32, output_loading_info=True
     )
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
-    assert difference(theirs.eval(), ours) < 1e-5
+    assert difference(theirs.eval(), ours) < CLOSE
 
 
 def test_older_spelling_of_rope(tmp_path: Path):
@@ -143,4 +144,4 @@ def test_transformers_loads_the_backbone_beside_an_mtp_layer(tmp_path: Path):
     hf.save(ours, tmp_path)
     assert hf.load(tmp_path).mtp is not None
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
-    assert difference(theirs, ours) < 1e-5
+    assert difference(theirs, ours) < CLOSE

@@ -16,6 +16,7 @@ from nonet.model.config import k3_mixers
 from nonet.model.init import initialise
 from nonet.model.kda import KDA
 from nonet.model.span import Span
+from nonet.ops.kda_prologue import decay
 
 T = 21
 
@@ -30,10 +31,18 @@ def rms(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight
 
 
+VARIANTS = {
+    "k3": {},
+    "kimi-linear": dict(decay="softplus", gate_rank=6),
+    "no decay, no convolution": dict(decay="none", conv_kernel=1),
+}
+
+
 @torch.no_grad()
-def test_kda_is_its_definition():
-    """Linear, causal convolution, SiLU; unit keys and queries; bounded decay; decay, delta write, read; gated norm."""
-    m, x = layer("kda")
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_kda_is_its_definition(variant):
+    """Linear, causal convolution, SiLU; unit keys and queries; decay, delta write, read; gated norm."""
+    m, x = layer("kda", **VARIANTS[variant])
     a: KDA = m.layers[0].self_attn
     H, K, kernel = a.heads, a.dim, a.kernel
     with torch.no_grad():
@@ -52,12 +61,16 @@ def test_kda_is_its_definition():
         heads = []
         for h in range(H):
             qh, kh = (u[h] / math.sqrt(float(u[h] @ u[h]) + 1e-6) for u in (q, k))
-            g = -5.0 * torch.sigmoid(a.A_log[h].exp() * z[h])
+            g = {
+                "k3": -5.0 * torch.sigmoid(a.A_log[h].exp() * z[h]),
+                "kimi-linear": -a.A_log[h].exp() * torch.log(1 + torch.exp(z[h])),
+            }.get(variant, torch.zeros(K, dtype=torch.float64))
             S = torch.exp(g)[:, None] * states[h]
             S = S + beta[h] * torch.outer(kh, v[h] - S.T @ kh)
             states[h] = S
             heads.append(rms(S.T @ (qh / math.sqrt(K)), a.o_norm.weight, 1e-5))
-        out.append(a.o_proj(torch.sigmoid(a.g_proj(x[0, t])) * torch.cat(heads)))
+        gate = a.g_b_proj(a.g_a_proj(x[0, t])) if variant == "kimi-linear" else a.g_proj(x[0, t])
+        out.append(a.o_proj(torch.sigmoid(gate) * torch.cat(heads)))
     torch.testing.assert_close(a(x, Span(torch.arange(T)[None], None, None), None)[0], torch.stack(out))
 
 
@@ -65,7 +78,8 @@ def test_kda_is_its_definition():
 def test_the_decay_stays_within_its_bound():
     m, x = layer("kda")
     for scale in (1, 1e3, -1e3):
-        g = m.layers[0].self_attn.log_decay(x * scale)
+        a = m.layers[0].self_attn
+        g = decay(a.f_b_proj(a.f_a_proj(x * scale)) + a.dt_bias, a.A_log, a.floor)
         assert bool(((g >= -5) & (g <= 0)).all())
 
 

@@ -115,6 +115,25 @@ def test_a_nan_logprob_stops_the_run_too(m):
         Learner(copy.deepcopy(m), RLConfig(minibatches=1)).step(pack(attempts))
 
 
+def test_routed_experts_may_differ_on_a_few_tokens_but_not_on_a_whole_attempt():
+    """Near-ties between experts: less than 1% of fresh tokens may be off; one foreign attempt is far more."""
+    m = tiny.model("k3")
+
+    def off(attempts: int, tokens: int) -> PackedBatch:
+        rows = scored(m, 40)
+        for t, _ in rows[:attempts]:
+            s = t.segments[1]
+            moved = tuple(x - 0.5 * (i < tokens) for i, x in enumerate(s.logprobs))
+            t.segments[1] = Segment("policy", s.tokens, moved, s.raw_logprobs, s.policy_version)
+        return pack(rows)
+
+    config = RLConfig(minibatches=1, micro_tokens=10**6)
+    assert off(1, 1).trained_tokens >= 200
+    Learner(copy.deepcopy(m), config).step(off(1, 1))
+    with pytest.raises(InvariantError):
+        Learner(copy.deepcopy(m), config).step(off(2, 10**6))
+
+
 def test_stale_tokens_are_allowed_to_have_drifted(m):
     learner = Learner(copy.deepcopy(m), RLConfig(minibatches=1))
     learner.version = 3  # everything in the batch was written by version 0

@@ -1,0 +1,267 @@
+/* Gradients of KDA by hand (names as in kda_chunk.h; dX of a quantity X is the loss's derivative by it).
+
+   Going back over the chunks with D = d(S') of the state behind the chunk:
+
+     du = kt D + A^T do                  dr = (I + diag(beta) X)^-T du        y = beta dr
+     dv = y     dbeta_t = dr_t . w_t     dA = lower(do u^T)                   dX = -strictly lower(y u^T)
+     d(qh) = do S^T / c + dA kb          d(kh) = -y S^T / c + dX kb
+     d(kb) = dA^T qh + dX^T kh           d(kt) = u D^T
+     dS = end o D + (qh^T do - kh^T y) / c
+     dq = c P o d(qh)                    dk = c P o d(kh) + d(kb) / (c P) + (P_16 / P) o d(kt)
+     d(log P) = qh o d(qh) + kh o d(kh) - kb o d(kb) - kt o d(kt); its last row also gets the column sums of
+     kt o d(kt) and end o rowsum(D o S). dg is its sum from t to the end of the chunk.
+
+   The forward pass kept w and the state in front of every KEEP-th chunk; the states between are made again, transposed
+   ([V][K]), which is how all products but one want them. */
+
+typedef struct {
+  const REAL *q, *k, *g, *beta;
+  I q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h, beta_b, beta_t, beta_h;
+  const I *sequences;
+  const REAL *w, *kept;
+  const I *first_kept;
+  const REAL *d_o;   /* [B][T][H][V] */
+  const REAL *d_end; /* [N][H][K][V] or null */
+  REAL *dq, *dk, *dv, *dg, *dbeta; /* contiguous; positions of no sequence are not written */
+  REAL *d_state;     /* [N][H][K][V] */
+  I N, T, H, K, V, threads;
+} Backward;
+
+/* A chunk made again: prepared rows, u, and the state in front of it, transposed. */
+typedef struct {
+  Chunk c;
+  REAL *u; /* [16][V] */
+  REAL *S; /* [V][K], panelled */
+} Again;
+
+/* What one chunk's backward pass writes on; [16] stands for positions. */
+typedef struct {
+  REAL *turned; /* [max(K, V)][16] */
+  REAL *rows;   /* [32][V]: -y, then do */
+  REAL *du;     /* [16][PANEL] */
+  REAL *scaled; /* [32][PANEL] */
+  REAL *dxa;    /* [32][16]: dX, dA; then transposed in `dxa_t` [16][32] */
+  REAL *dxa_t;
+  REAL *through, *within; /* [32][K]: rows S^T;  dX kb, dA kb */
+  REAL *dkb, *dkt;        /* [16][K] */
+  REAL *D, *D_t; /* D [K][V] and its transpose, panelled */
+  REAL *dend;   /* [K] */
+  REAL *w;      /* [16][V] */
+  REAL *out;    /* [3][16][K] + [16][V]: dq, dk, dg, dv */
+  REAL *pad;    /* [3][16][K] */
+  REAL dbeta[CHUNK];
+} Work;
+
+static I again_room(I K, I n) { return CHUNK_ROWS * K + 2 * CHUNK * CHUNK + CHUNK * n + panelled(n, K); }
+static I work_room(I K, I n) {
+  return CHUNK * (K > n ? K : n) + 3 * CHUNK * PANEL + 4 * CHUNK * n + 4 * CHUNK * CHUNK + 12 * CHUNK * K + K +
+         panelled(K, n) + panelled(n, K);
+}
+
+static REAL *lay_out_again(Again *a, REAL *at, I K, I n) {
+  a->u = lay_out(&a->c, at, K, 1);
+  a->S = a->u + CHUNK * n;
+  return a->S + panelled(n, K);
+}
+
+static void lay_out_work(Work *m, REAL *at, I K, I n) {
+  m->turned = at;
+  m->rows = m->turned + CHUNK * (K > n ? K : n);
+  m->du = m->rows + 2 * CHUNK * n;
+  m->scaled = m->du + CHUNK * PANEL;
+  m->w = m->scaled + 2 * CHUNK * PANEL;
+  m->dxa = m->w + CHUNK * n;
+  m->dxa_t = m->dxa + 2 * CHUNK * CHUNK;
+  m->through = m->dxa_t + 2 * CHUNK * CHUNK;
+  m->within = m->through + 2 * CHUNK * K;
+  m->dkb = m->within + 2 * CHUNK * K;
+  m->dkt = m->dkb + CHUNK * K;
+  m->out = m->dkt + CHUNK * K;
+  m->pad = m->out + 3 * CHUNK * K + CHUNK * n;
+  m->dend = m->pad + 3 * CHUNK * K;
+  m->D = m->dend + K;
+  m->D_t = m->D + panelled(K, n);
+}
+
+/* One vector of columns: du += A^T do, then dr, y (negated into rows) and dv. part: dr . w, lane by lane. scaled
+   [32][PANEL]: rows / c. */
+static INLINE void column_back(const Chunk *c, REAL *rows, const REAL *du, REAL *scaled, const REAL *w, REAL *dv,
+                               V *part, I n) {
+  V t[CHUNK];
+#pragma GCC unroll 16
+  for (int j = 0; j < CHUNK; j++) t[j] = load(du + j * PANEL);
+#pragma GCC unroll 16
+  for (int i = 0; i < CHUNK; i++) {
+    V d = load(rows + (CHUNK + i) * n);
+    store(scaled + (CHUNK + i) * PANEL, d * UNSHIFT);
+#pragma GCC unroll 16
+    for (int j = 0; j < CHUNK; j++)
+      if (j <= i) t[j] += c->xa[(CHUNK + i) * CHUNK + j] * d;
+  }
+#pragma GCC unroll 16
+  for (int i = CHUNK - 1; i >= 0; i--) {
+    part[i] += t[i] * load(w + i * n);
+    t[i] *= c->beta[i];
+    store(dv + i * n, t[i]);
+    store(rows + i * n, -t[i]);
+    store(scaled + i * PANEL, t[i] * -UNSHIFT);
+#pragma GCC unroll 16
+    for (int j = 0; j < CHUNK; j++)
+      if (j < i) t[j] -= c->xa[i * CHUNK + j] * t[i];
+  }
+}
+
+/* From D to dS in place, a panel at a time; on the way y, dv, dbeta, and D transposed. */
+static void retreat(const Chunk *c, Work *m, I K, I n) {
+  V part[CHUNK];
+  memset(part, 0, sizeof part);
+  REAL *D = m->D;
+  for (I j = 0; j < n; j += PANEL, D += K * PANEL) {
+    const I wide = width_at(j, n);
+    product(c->kt, K, D, PANEL, 0, K, m->du, PANEL, CHUNK, wide);
+    for (I i = 0; i < wide; i += LANES)
+      column_back(c, m->rows + j + i, m->du + i, m->scaled + i, m->w + j + i, m->out + j + i, part, n);
+    transpose_panel(D, m->D_t, K, j, wide, n);
+    update(D, D, c->end, c->kh, K, m->scaled, PANEL, 2 * CHUNK, K, wide);
+  }
+  for (int i = 0; i < CHUNK; i++) m->dbeta[i] = sum(part[i]);
+}
+
+/* dX and dA, with zeros above. */
+static void triangles_back(const Again *a, Work *m, I n) {
+  transpose(a->u, n, m->turned, CHUNK, CHUNK, n);
+  product(m->rows, n, m->turned, CHUNK, PANEL, n, m->dxa, CHUNK, 2 * CHUNK, CHUNK);
+  for (int i = 0; i < CHUNK; i++)
+    for (int j = i; j < CHUNK; j++) {
+      m->dxa[i * CHUNK + j] = 0;
+      if (j > i) m->dxa[(CHUNK + i) * CHUNK + j] = 0;
+    }
+}
+
+/* dq, dk and dg of one vector of key channels, from d(qh), d(kh), d(kb), d(kt) and d(end). */
+static INLINE void gather_back(const Again *a, const Work *m, I K, I n, I i) {
+  const Chunk *c = &a->c;
+  REAL *dq = m->out + CHUNK * n + i, *dk = dq + CHUNK * K, *dg = dk + CHUNK * K;
+  const V last = load(c->dh + (CHUNK - 1) * K + i);
+  V at_end = load(c->end + i) * load(m->dend + i), run = {0}, log_p[CHUNK];
+  for (int t = 0; t < CHUNK; t++) {
+    const I at = t * K + i, qat = (CHUNK + t) * K + i;
+    V d = load(c->dh + at), inverse = (REAL)1 / d;
+    V dkh = load(m->through + at) * UNSHIFT + load(m->within + at);
+    V dqh = load(m->through + qat) * UNSHIFT + load(m->within + qat);
+    V dkb = load(m->dkb + at), dkt = load(m->dkt + at), tail = load(c->kt + at) * dkt;
+    store(dq + t * K, d * dqh);
+    store(dk + t * K, d * dkh + inverse * dkb + last * inverse * dkt);
+    log_p[t] = load(c->kh + qat) * dqh + load(c->kh + at) * dkh - load(c->kb + at) * dkb - tail;
+    at_end += tail;
+  }
+  log_p[CHUNK - 1] += at_end;
+  for (int t = CHUNK - 1; t >= 0; t--) {
+    run += log_p[t];
+    store(dg + t * K, run);
+  }
+}
+
+/* One chunk: m->w and the do half of m->rows are filled; m->D is d(S') and becomes dS. */
+static void chunk_back(Again *a, Work *m, I K, I n) {
+  Chunk *c = &a->c;
+  triangles(c, m->turned, K);
+  retreat(c, m, K, n);
+  triangles_back(a, m, n);
+  product(m->rows, n, a->S, PANEL, n * PANEL, n, m->through, K, 2 * CHUNK, K);
+  product(m->dxa, CHUNK, c->kb, K, PANEL, CHUNK, m->within, K, 2 * CHUNK, K);
+  transpose(m->dxa, CHUNK, m->dxa_t, 2 * CHUNK, 2 * CHUNK, CHUNK);
+  product(m->dxa_t, 2 * CHUNK, c->kh, K, PANEL, 2 * CHUNK, m->dkb, K, CHUNK, K);
+  product(a->u, n, m->D_t, PANEL, n * PANEL, n, m->dkt, K, CHUNK, K);
+  for (I i = 0; i < K; i += LANES) {
+    const REAL *D = m->D_t + i / PANEL * n * PANEL + i % PANEL, *S = a->S + (D - m->D_t);
+    V s = {0};
+    for (I j = 0; j < n; j++) s += load(D + j * PANEL) * load(S + j * PANEL);
+    store(m->dend + i, s);
+    gather_back(a, m, K, n, i);
+  }
+}
+
+/* Prepare the chunk at position `at` again, and u from w; w and its do go to `m` when it is their turn. */
+static void chunk_again(const Backward *f, Again *a, Work *m, I row, I h, I at, I have, I ahead) {
+  const I K = f->K, n = f->V;
+  Rows in = {f->q + row * f->q_b + at * f->q_t + h * f->q_h, f->k + row * f->k_b + at * f->k_t + h * f->k_h, 0,
+             f->g + row * f->g_b + at * f->g_t + h * f->g_h, f->q_t, f->k_t, 0, f->g_t, ahead};
+  if (have < CHUNK) pad_rows(&in, m->pad, have, K, n);
+  prepare(&a->c, &in, K);
+  for (I i = 0; i < CHUNK; i++) {
+    REAL beta = a->c.beta[i] = i < have ? f->beta[row * f->beta_b + (at + i) * f->beta_t + h * f->beta_h] : 0;
+    const REAL *w = f->w + ((row * f->T + at + i) * f->H + h) * n;
+    const REAL *d_o = f->d_o + (w - f->w);
+    for (I j = 0; j < n; j++) a->u[i * n + j] = i < have ? beta * w[j] : 0;
+    for (I j = 0; j < n; j += LANES) {
+      fetch(d_o + j);
+      fetch(w + ahead * f->H * n + j);
+    }
+  }
+}
+
+/* The gradients of `have` positions from m->out to where they belong. */
+static void hand_out(const Backward *f, const Work *m, I row, I h, I at, I have) {
+  const I K = f->K, n = f->V;
+  const REAL *dq = m->out + CHUNK * n, *dk = dq + CHUNK * K, *dg = dk + CHUNK * K;
+  for (I i = 0; i < have; i++) {
+    const I place = (row * f->T + at + i) * f->H + h;
+    memcpy(f->dv + place * n, m->out + i * n, n * sizeof(REAL));
+    memcpy(f->dq + place * K, dq + i * K, K * sizeof(REAL));
+    memcpy(f->dk + place * K, dk + i * K, K * sizeof(REAL));
+    memcpy(f->dg + place * K, dg + i * K, K * sizeof(REAL));
+    f->dbeta[place] = m->dbeta[i];
+  }
+}
+
+static void backward_head(const Backward *f, I n, I h, REAL *room) {
+  const I K = f->K, n_v = f->V, size = K * n_v, row = f->sequences[3 * n], begin = f->sequences[3 * n + 1];
+  const I count = f->sequences[3 * n + 2], chunks = (count + CHUNK - 1) / CHUNK, vs = f->H * n_v;
+  Again again[KEEP];
+  Work m;
+  for (int i = 0; i < KEEP; i++) room = lay_out_again(again + i, room, K, n_v);
+  lay_out_work(&m, room, K, n_v);
+  if (f->d_end) pack(f->d_end + (n * f->H + h) * size, m.D, K, n_v);
+  else memset(m.D, 0, panelled(K, n_v) * sizeof(REAL));
+  for (I first = (chunks - 1) / KEEP * KEEP; first >= 0 && chunks; first -= KEEP) {
+    const I here = chunks - first < KEEP ? chunks - first : KEEP;
+    const REAL *kept = f->kept + ((f->first_kept[n] + first / KEEP) * f->H + h) * kept_size(K, n_v);
+    for (I j = 0; j < n_v; j += PANEL) transpose_panel(kept + j * K, again[0].S, K, j, width_at(j, n_v), n_v);
+    for (I i = 0; i < here; i++) {
+      Again *a = again + i;
+      const I t = (first + i) * CHUNK, have = count - t < CHUNK ? count - t : CHUNK;
+      chunk_again(f, a, &m, row, h, begin + t, have, i + 1 < here ? CHUNK : -(here + KEEP - 1) * CHUNK);
+      for (I j = 0; j < K && i + 1 < here; j += PANEL)
+        update_columns(again[i + 1].S + j * n_v, a->S + j * n_v, a->c.end + j, a->u, n_v, a->c.kt + j, K, CHUNK, n_v,
+                       width_at(j, K));
+    }
+    for (I i = here - 1; i >= 0; i--) {
+      const I t = (first + i) * CHUNK, have = count - t < CHUNK ? count - t : CHUNK, at = begin + t;
+      const I place = (row * f->T + at) * vs + h * n_v;
+      padded(m.w, f->w + place, vs, have, n_v);
+      padded(m.rows + CHUNK * n_v, f->d_o + place, vs, have, n_v);
+      chunk_back(again + i, &m, K, n_v);
+      hand_out(f, &m, row, h, at, have);
+    }
+  }
+  unpack(m.D, f->d_state + (n * f->H + h) * size, K, n_v);
+}
+
+/* Returns 0, or 1 when memory ran out. */
+int NAME(kda_backward)(const Backward *f) {
+  const I items = f->N * f->H;
+  int failed = 0;
+#pragma omp parallel num_threads(f->threads < items ? f->threads : items) if (f->threads > 1 && items > 1)
+  {
+    unsigned before = flush_denormals();
+    REAL *room = scratch(KEEP * again_room(f->K, f->V) + work_room(f->K, f->V));
+    if (!room) failed = 1;
+#pragma omp for schedule(dynamic)
+    for (I i = 0; i < items; i++)
+      if (room) backward_head(f, i / f->H, i % f->H, room);
+    free(room);
+    restore(before);
+  }
+  return failed;
+}
