@@ -66,6 +66,47 @@ def check(
     print_check(load_recipe(recipes, set_ or (), quick))
 
 
+Data = Annotated[
+    list[str] | None,
+    typer.Option("--data", help="A .txt, .jsonl or .parquet file, a directory, a glob, or stdlib. Repeatable."),
+]
+
+
+@app.command()
+def pretrain(
+    recipes: Annotated[list[str] | None, typer.Argument(help="TOML files, merged left to right.")] = None,
+    data: Data = None,
+    out: Annotated[Path | None, typer.Option(help="Run directory; start again with the same one to continue.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Also merge NAME.quick.toml beside the last recipe.")] = False,
+    set_: Set = None,
+) -> None:
+    """Pretrain a model on text, in stages of growing context, e.g. `nonet pretrain --data stdlib --out runs/small`.
+
+    The result is OUT/models/pretrain, with its tokenizer. A run that was killed continues exactly when started again.
+    """
+    from nonet.pipeline.pretraining import pretrain_recipe, run_pretrain
+
+    recipe = pretrain_recipe(recipes or (), data or (), quick, set_ or ())
+    name = (Path(recipes[-1]).stem if recipes else "pretrain") + ("-quick" if quick else "")
+    run_pretrain(recipe, out or Path("runs") / name)
+
+
+@app.command()
+def tokenizer(
+    action: Annotated[str, typer.Argument(help="train: learn a byte-level BPE from text.")],
+    vocab: Annotated[int, typer.Option(help="Size of the vocabulary, control tokens included.")],
+    out: Annotated[Path, typer.Option(help="Tokenizer directory to create.")],
+    data: Data = None,
+    mb: Annotated[float, typer.Option(help="Megabytes of text to learn from.")] = 50.0,
+) -> None:
+    """Make a tokenizer for pretraining, e.g. `nonet tokenizer train --data stdlib --vocab 4096 --out models/bpe`."""
+    if action != "train":
+        raise UserError(f"tokenizer {action}: no such action; use nonet tokenizer train")
+    from nonet.pipeline.pretraining import train_tokenizer
+
+    print(train_tokenizer(data or (), vocab, out, mb))
+
+
 ModelDir = Annotated[Path, typer.Argument(help="Model directory, e.g. from `nonet import`.")]
 TaskSpec = Annotated[
     str,
@@ -143,6 +184,27 @@ def import_(
     from nonet.convert.importer import import_model
 
     print(import_model(source, out))
+
+
+@app.command()
+def export(
+    model: ModelDir,
+    out: Annotated[Path, typer.Argument(help="File to create, e.g. model.gguf.")],
+    to: Annotated[str, typer.Option(help="Format: gguf (llama.cpp).")] = "gguf",
+    dtype: Annotated[str, typer.Option(help="Of all that is not packed: f32, f16, bf16; keep: as stored.")] = "keep",
+    unpack: Annotated[bool, typer.Option("--unpack", help="Write MXFP4 experts decoded instead of packed.")] = False,
+    drop: Annotated[list[str] | None, typer.Option(help="Leave out on purpose: mtp, vision. Repeatable.")] = None,
+    pre: Annotated[str, typer.Option(help="llama.cpp's pre-tokenizer, if none is exactly the model's.")] = "",
+) -> None:
+    """Write a model for other software, e.g. `nonet export models/smollm2 smollm2.gguf` for llama.cpp.
+
+    Refuses what the format cannot say; nothing is left out silently.
+    """
+    if to != "gguf":
+        raise UserError(f"to = {to!r}: no such format; only gguf is implemented")
+    from nonet.convert.gguf_writer import export
+
+    print(export(model, out, dtype, unpack, drop or (), pre))
 
 
 @app.command()

@@ -19,7 +19,7 @@ from nonet.types import UserError
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5  # tokenizer.ggml.token_type
 
 # The published splitting expressions: letters with one leading mark, digits in ones (Qwen) or threes (Llama 3).
-_SPLIT = (
+SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 DIGITS = {"qwen2": r"\p{N}", "llama-bpe": r"\p{N}{1,3}"}
@@ -69,15 +69,24 @@ def _pre_tokenizer(file: GGUFFile, pre: str | None) -> pre_tokenizers.PreTokeniz
     prefix = bool(file.get("tokenizer.ggml.add_space_prefix", False))
     if pre == "smollm":
         split = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=prefix)]
+    elif pre == "gpt-2":
+        split = [pre_tokenizers.ByteLevel(add_prefix_space=prefix)]
+    elif pre == "superbpe":
+        regexes = [Regex(r"\p{N}+"), Regex(r"(?=(\d{3})+(?!\d))")]  # digits apart, in threes from the right
+        split = [
+            *(pre_tokenizers.Split(regex, behavior="isolated") for regex in regexes),
+            pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=False),
+        ]
     elif pre in DIGITS:
-        regex = Regex(_SPLIT.replace("DIGITS", DIGITS[pre]))
+        regex = Regex(SPLIT.replace("DIGITS", DIGITS[pre]))
         split = [
             pre_tokenizers.Split(regex, behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=False),
         ]
     else:
         raise UserError(
-            f"{file.path}: tokenizer.ggml.pre = {pre!r} is not implemented; only smollm, {', '.join(DIGITS)} are"
+            f"{file.path}: tokenizer.ggml.pre = {pre!r} is not implemented; only gpt-2, superbpe, smollm, "
+            f"{', '.join(DIGITS)} are"
         )
     return pre_tokenizers.Sequence(split)  # pyright: ignore[reportArgumentType]
 
@@ -107,7 +116,7 @@ def _post_processor(file: GGUFFile, tokens: list[str]) -> processors.PostProcess
 
 
 def special_id(file: GGUFFile, name: str, tokens: list[str], required: bool = False) -> int | None:
-    """The id metadata gives bos, eos, eot, unknown or padding; None if it gives none."""
+    """The id metadata gives bos, eos, eot, eom, unknown or padding; None if it gives none."""
     value = file.get(f"tokenizer.ggml.{name}_token_id")
     if value is None and required:
         raise UserError(f"{file.path}: tokenizer.ggml.{name}_token_id is missing although add_{name}_token is set")
@@ -117,10 +126,10 @@ def special_id(file: GGUFFile, name: str, tokens: list[str], required: bool = Fa
 
 
 def token_ids(file: GGUFFile) -> dict[str, Any]:
-    """bos, eos and pad ids under config.json's names; an end-of-turn id of its own joins eos."""
+    """bos, eos and pad ids under config.json's names; end-of-turn and end-of-message ids join eos."""
     tokens = file.get("tokenizer.ggml.tokens", [])
-    bos, eos, eot, pad = (special_id(file, name, tokens) for name in ("bos", "eos", "eot", "padding"))
-    ends = [i for i in dict.fromkeys((eos, eot)) if i is not None]
+    bos, eos, eot, eom, pad = (special_id(file, name, tokens) for name in ("bos", "eos", "eot", "eom", "padding"))
+    ends = [i for i in dict.fromkeys((eos, eot, eom)) if i is not None]
     ids = {"bos_token_id": bos, "eos_token_id": ends if len(ends) > 1 else eos, "pad_token_id": pad}
     return {key: value for key, value in ids.items() if value is not None}
 

@@ -4,7 +4,7 @@
 #define REAL_BITS 64
 #define NAME(f) f##_f64
 
-#include "vec.h"
+#include "kda_vectors.h"
 
 #include "kda_chunk.h"
 #include "kda_forward.h"

@@ -196,6 +196,7 @@ static void chunk_again(const Backward *f, Again *a, Work *m, I row, I h, I at, 
     for (I j = 0; j < n; j++) a->u[i * n + j] = i < have ? beta * w[j] : 0;
     for (I j = 0; j < n; j += LANES) {
       fetch(d_o + j);
+      fetch_to_write(f->dv + (w - f->w) + j);
       fetch(w + ahead * f->H * n + j);
     }
   }

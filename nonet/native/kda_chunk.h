@@ -45,8 +45,6 @@ typedef struct {
   I qs, ks, vs, gs, ahead;
 } Rows;
 
-static INLINE void fetch(const REAL *p) { __builtin_prefetch(p, 0, 2); }
-
 static void prepare(Chunk *c, const Rows *in, I K) {
   for (I i = 0; i < K; i += LANES) {
     V e[CHUNK], keys[CHUNK], total = {0}, d = splat(SHIFT), z = splat(1);
@@ -103,6 +101,7 @@ static INLINE void column(const Chunk *c, const REAL *reads, I rs, const REAL *v
 #pragma GCC unroll 16
     for (int j = 0; j < CHUNK; j++)
       if (j <= i) y += c->xa[(CHUNK + i) * CHUNK + j] * t[j];
+    fetch_to_write(o + (CHUNK + i) * os);
     store(o + i * os, y);
   }
 }

@@ -27,7 +27,8 @@ static void gate_row(const Epilogue *f, I row) {
   }
 }
 
-/* With n = o r and s = sigmoid(gate): d(gate) = dy n w s (1 - s), dn = dy s w, dw += dy s n, do = r (dn - n mean(dn n)). */
+/* With n = o r and s = sigmoid(gate): d(gate) = dy n w s (1 - s), dn = dy s w, dw += dy s n, do = r (dn - n mean(dn
+   n)). */
 static void gate_row_back(const Epilogue *f, I row, REAL *dweight) {
   const I K = f->K;
   for (I h = 0; h < f->H; h++) {

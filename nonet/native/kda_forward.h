@@ -9,7 +9,7 @@ typedef struct {
   REAL *o;             /* [B][T][H][V]; positions of no sequence are not written */
   REAL *end;           /* [N][H][K][V] */
   REAL *w;             /* [B][T][H][V] or null; with it */
-  REAL *kept;          /* [blocks][H][kept_size]: the state, panelled, in front of every KEEP-th chunk, for the backward pass */
+  REAL *kept;          /* [blocks][H][kept_size]: the state, panelled, in front of every KEEP-th chunk for gradients */
   const I *first_kept; /* [N]: index of each sequence's first block */
   const I *wanted;     /* [E][2]: sequence and position, a multiple of 16, whose state goes to */
   REAL *exported;      /* [E][H][K][V] */

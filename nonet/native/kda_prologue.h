@@ -7,7 +7,7 @@
    In front of a sequence stand three remembered inputs (tail), or zeros. Heads and parts (q, k, v, gates) in parallel,
    sequences in turn, so that a parameter's gradient is summed in one order whatever the number of threads. */
 
-enum { TAPS = 4, PAST = TAPS - 1 };
+enum { TAPS = 4, PAST = TAPS - 1, EARLY = 6 }; /* EARLY: positions between asking for memory and using it */
 #define L2_EPS ((REAL)1e-6)
 
 typedef struct {
@@ -72,6 +72,8 @@ static void convolve_head(const Prologue *f, I n, int part, I h) {
     V squares = {0};
     for (I i = 0; i < K; i += LANES) {
       V y = convolved(row, taps, C, i), silu = y * vsigmoid(y);
+      fetch(s.x + (t + EARLY) * s.stride + i);
+      fetch_to_write(out + EARLY * C + i);
       squares += silu * silu;
       store(out + i, silu);
     }
@@ -96,7 +98,11 @@ static void gate_head(const Prologue *f, I n, I h) {
       continue;
     }
     const REAL *z = f->z + at[0] * f->z_b + (at[1] + t) * f->z_t + h * K;
-    for (I i = 0; i < K; i += LANES) store(g + i, lower * vsigmoid(a * (load(z + i) + load(f->bias + h * K + i))));
+    for (I i = 0; i < K; i += LANES) {
+      fetch(z + EARLY * f->z_t + i);
+      fetch_to_write(g + EARLY * C + i);
+      store(g + i, lower * vsigmoid(a * (load(z + i) + load(f->bias + h * K + i))));
+    }
   }
 }
 
@@ -151,6 +157,11 @@ static void convolve_head_back(const PrologueBack *p, I n, int part, I h) {
     REAL *dy = ring[t % TAPS];
     if (t < count) {
       const REAL *row[TAPS] = {input(&s, t - 3), input(&s, t - 2), input(&s, t - 1), input(&s, t)};
+      for (I i = 0; i < K; i += LANES) {
+        fetch(s.x + (t + EARLY) * s.stride + i);
+        fetch(p->d_out[part] + place + (t + EARLY) * C + i);
+        fetch_to_write(p->dx[part] + place + (t + EARLY - PAST) * C + i);
+      }
       activate_back(row, taps, C, K, p->d_out[part] + place + t * C, part, scale, dy, silu);
       for (int j = 0; j < TAPS; j++)
         for (I i = 0; i < K; i += LANES) store(sums[j] + i, load(sums[j] + i) + load(dy + i) * load(row[j] + i));
@@ -186,6 +197,9 @@ static void gate_head_back(const PrologueBack *p, I n, I h) {
     if (!f->z) continue;
     const REAL *z = f->z + at[0] * f->z_b + (at[1] + t) * f->z_t + h * K, *dg = p->d_g + place * C + h * K;
     for (I i = 0; i < K; i += LANES) {
+      fetch(z + EARLY * f->z_t + i);
+      fetch(dg + EARLY * C + i);
+      fetch_to_write(p->dz + (place + EARLY) * C + h * K + i);
       V shifted = load(z + i) + load(f->bias + h * K + i), s = vsigmoid(a * shifted);
       V dz = load(dg + i) * (a * lower) * (s * ((REAL)1 - s));
       store(p->dz + place * C + h * K + i, dz);

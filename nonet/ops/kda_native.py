@@ -163,6 +163,8 @@ def step_(
         return None
     if not (q.dtype is kind and k.dtype is kind and v.dtype is kind and g.dtype is kind and beta.dtype is kind):
         return None
+    if not (q.shape == k.shape == g.shape == (B, H, K) and v.shape == (B, H, V) and beta.shape == (B, H)):
+        return None  # torch may broadcast it, or say what is wrong
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, g, beta, S)):
         return None
     (qb, qh, q1), (kb, kh, k1), (vb, vh, v1), (gb, gh, g1) = q.stride(), k.stride(), v.stride(), g.stride()

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import Field, field_validator
 
 from nonet.config import Config, build, merge, read
+from nonet.lm.pretrain import PretrainConfig
 from nonet.lm.trainer import LMConfig
 from nonet.model.config import ModelConfig
 from nonet.rl.config import RLConfig
@@ -48,6 +49,23 @@ class EvalTable(Config):
     prompts: int = Field(default=1000, ge=2)  # held-out prompts per domain and mode
 
 
+class DataTable(Config):
+    """What [pretrain] reads."""
+
+    sources: tuple[str, ...] = ()  # files, directories, globs (lm/text.py), or "stdlib"
+    heldout: float = Field(default=0.01, gt=0, lt=1)  # share of documents, chosen by the hash of their text
+    tokenizer: str = ""  # a directory; empty: start.model's, or one of start.vocab_size trained on the data
+    tokenizer_mb: float = Field(default=50.0, gt=0)  # megabytes of text a tokenizer learns its merges from
+    cache: str = ""  # where tokenised corpora are kept; empty: in the run directory
+
+
+class AdviceTable(Config):
+    """What `nonet check` sizes a pretraining for."""
+
+    hours: float = Field(default=1.0, gt=0)
+    probe_s: float = Field(default=5.0, gt=0)
+
+
 class Recipe(Config):
     run: RunTable = Field(default_factory=RunTable)
     start: StartTable = Field(default_factory=StartTable)
@@ -56,6 +74,9 @@ class Recipe(Config):
     cold: LMConfig | None = None  # absent: no cold start
     rl: RLConfig = Field(default_factory=RLConfig)
     eval: EvalTable = Field(default_factory=EvalTable)
+    data: DataTable = Field(default_factory=DataTable)
+    pretrain: PretrainConfig | None = None  # a recipe with this table is for `nonet pretrain`
+    advice: AdviceTable = Field(default_factory=AdviceTable)
 
     def model_config_for(self, vocab_size: int) -> ModelConfig:
         if "vocab_size" in self.model:
@@ -71,7 +92,11 @@ def load_recipe(files: Sequence[Path | str], overrides: Sequence[str] = (), quic
         if not overlay.exists():
             raise UserError(f"--quick: {overlay} does not exist; a recipe's quick profile lies beside it")
         paths.append(overlay)
-    recipe = build(Recipe, read(paths, overrides))
+    return checked(build(Recipe, read(paths, overrides)))
+
+
+def checked(recipe: Recipe) -> Recipe:
+    """The recipe, if its model can be built."""
     if not recipe.start.model:
         recipe.model_config_for(recipe.start.vocab_size)
     return recipe
@@ -80,8 +105,7 @@ def load_recipe(files: Sequence[Path | str], overrides: Sequence[str] = (), quic
 def single_job(
     model: Path, tasks: str, reward: str, harness: str, sft_steps: int, eval_prompts: int, overrides: Sequence[str]
 ) -> Recipe:
-    """The recipe behind `nonet rl` and `nonet sft`: one model directory, one task spec, defaults fit for a real model.
-    """
+    """The recipe behind `nonet rl` and `nonet sft`: one model directory, one task spec, defaults for a real model."""
     values: dict[str, Any] = {
         "start": {"model": str(model)},
         "tasks": {"sources": {"tasks": tasks}, "reward": reward, "harness": harness},

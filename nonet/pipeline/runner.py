@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -15,16 +15,28 @@ from nonet.config import build
 from nonet.pipeline.recipe import Recipe
 from nonet.pipeline.stages import EVENTS, STAGES, Context
 from nonet.run import Run, write_atomic
+from nonet.types import UserError
 
 
 def run_recipe(recipe: Recipe, out: Path, only: Sequence[str] = ()) -> None:
     """Every stage (of `only`, if given) whose marker is missing; ends with the held-out table."""
+    if recipe.pretrain is not None:
+        raise UserError("[pretrain]: nonet run does not pretrain; use nonet pretrain, then start.model = its result")
+    run = run_stages(recipe, out, STAGES, only)
+    if (out / "report.html").exists():
+        print_table(run)
+
+
+def run_stages(
+    recipe: Recipe, out: Path, stages: Sequence[tuple[str, Callable[[Context], None]]], only: Sequence[str] = ()
+) -> Run:
+    """The stages in order, each skipped when its marker exists. Returns the run directory they wrote to."""
     if recipe.run.threads:
         torch.set_num_threads(recipe.run.threads)
     run = Run(out, recipe.model_dump(mode="json"), lambda old: build(Recipe, old).model_dump(mode="json"))
     context = Context(recipe, run)
     console = Console(stderr=True)
-    for name, stage in STAGES:
+    for name, stage in stages:
         if only and name not in only:
             continue
         marker = out / "stages" / f"{name}.json"
@@ -41,8 +53,7 @@ def run_recipe(recipe: Recipe, out: Path, only: Sequence[str] = ()) -> None:
         marker.parent.mkdir(exist_ok=True)
         write_atomic(marker, json.dumps({"seconds": seconds}))
         console.print(f"[dim]{name}: {seconds:.1f} s[/dim]")
-    if (out / "report.html").exists():
-        print_table(run)
+    return run
 
 
 def start_over(run: Run, stage: str) -> None:

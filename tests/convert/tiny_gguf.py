@@ -16,7 +16,7 @@ from gguf.quants import dequantize, quantize
 from tokenizers.pre_tokenizers import ByteLevel
 
 from nonet.model import Model, ModelConfig, Rope
-from nonet.model.model import initialise
+from nonet.model.init import initialise
 
 Q = gguf.GGMLQuantizationType
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

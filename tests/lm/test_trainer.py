@@ -13,6 +13,7 @@ from torch import Tensor
 from nonet.lm import LMConfig, train
 from nonet.lm.trainer import Row, losses, pad, schedule
 from nonet.model import Model
+from nonet.model.attn_res import Stream
 from nonet.run import Run
 
 CONFIG = LMConfig(steps=14, batch=2, block=4, warmup=3, lr=1e-2, save_every_s=0)
@@ -56,12 +57,13 @@ def test_the_mtp_loss_predicts_two_ahead_from_the_hidden_state_and_the_next_embe
     with torch.no_grad():
         hidden = m(tokens)
         mtp, embed = m.mtp, m.embed_tokens(tokens)
+        embed[:, 1] = 0  # the first row reads no embedding
         joined = mtp.eh_proj(torch.cat([mtp.enorm(embed[:, 1:]), mtp.hnorm(hidden[:, :-1])], -1))
         total, count = 0.0, 0
         for t in range(len(r.tokens) - 2):
-            span = m._span(tokens[:, 1 : t + 2], None, None)
-            seen = mtp.block(joined[:, : t + 1], span, None, None)
-            logps = m.lm_head(mtp.norm(seen[0, -1])).log_softmax(-1)
+            stream = Stream(joined[:, : t + 1])
+            mtp.block(stream, m.span(tokens[:, 1 : t + 2]), None)
+            logps = m.lm_head(mtp.norm(stream.read(None)[0, -1])).log_softmax(-1)
             if r.mask[t + 2]:
                 total -= float(logps[r.tokens[t + 2]])
                 count += 1
@@ -177,6 +179,27 @@ def test_training_learns(m, tmp_path):
     before, after = (float(losses(x, fixed, False)[0].detach()) for x in (m, learnt))
     assert after < 0.5 * before
     assert not learnt.training
+
+
+def test_padding_reaches_no_router():
+    m = tiny.model("k3")
+    m.train()
+    batch = [row(4, 6, share=2), row(12, 7, share=2)]
+    losses(m, batch, False)
+    assert [e.gate.observed.tokens for e in m.experts()] == [16] * (m.config.layers - 1)
+
+
+def test_routers_are_balanced_after_every_step(tmp_path):
+    learnt = fit(tiny.model("k3"), tmp_path, config=CONFIG.model_copy(update={"steps": 2}))
+    before = [e.gate.e_score_correction_bias for e in tiny.model("k3").experts()]
+    for gate, start in zip((e.gate for e in learnt.experts()), before, strict=True):
+        assert gate.observed is None and not torch.equal(gate.e_score_correction_bias, start)
+
+
+def test_the_cosine_falls_to_the_same_end():
+    c = LMConfig(steps=100, warmup=10, decay_to=0.1, decay="cosine")
+    assert [schedule(s, c) for s in (4, 10, 55, 100)] == pytest.approx([0.5, 1.0, 0.55, 0.1])
+    assert schedule(30, c) > schedule(30, CONFIG.model_copy(update={"steps": 100, "warmup": 10, "decay_to": 0.1}))
 
 
 def test_the_schedule_rises_and_falls_in_straight_lines():

@@ -56,6 +56,10 @@ static INLINE void store(REAL *p, V v) { *(Loose *)p = v; }
 static INLINE V splat(REAL x) { return (V){0} + x; }
 static INLINE V pick(VI mask, V a, V b) { return (V)((mask & (VI)a) | (~mask & (VI)b)); }
 
+/* Ask for memory before it is needed, to be read or written. */
+static INLINE void fetch(const REAL *p) { __builtin_prefetch(p, 0, 2); }
+static INLINE void fetch_to_write(const REAL *p) { __builtin_prefetch(p, 1, 2); }
+
 static INLINE REAL sum(V v) {
   for (int i = 1; i < LANES; i *= 2) v = SHUFFLE(v, v, LOW) + SHUFFLE(v, v, HIGH);
   return v[0];
@@ -129,8 +133,8 @@ static INLINE void product_tile(const REAL *x, I xs, const REAL *s, I ss, I dept
     for (int n = 0; n < NN; n++) store(out + r * os + n * LANES, acc[r * NN + n]);
 }
 
-/* out [rows][n] = x [rows][depth] . s [depth][n]; rows a multiple of 8, n of LANES. ss: from a row of s to the next; sp:
-   from PANEL columns of s to the next PANEL, so that s may be plain (sp = PANEL) or panelled (ss = PANEL). */
+/* out [rows][n] = x [rows][depth] . s [depth][n]; rows a multiple of 8, n of LANES. ss leads from a row of s to the
+   next, sp from PANEL columns of s to the next PANEL, so that s may be plain (sp = PANEL) or panelled (ss = PANEL). */
 static __attribute__((noinline)) void product(const REAL *x, I xs, const REAL *s, I ss, I sp, I depth, REAL *out, I os,
                                               I rows, I n) {
   I j = 0;
@@ -184,8 +188,8 @@ static __attribute__((noinline)) void update(REAL *out, const REAL *from, const 
                                              const REAL *y, I ys, I depth, I rows, I wide) {
   update_any(out, from, scale, x, xs, y, ys, depth, rows, wide, 1);
 }
-static __attribute__((noinline)) void update_columns(REAL *out, const REAL *from, const REAL *scale, const REAL *x, I xs,
-                                                     const REAL *y, I ys, I depth, I rows, I wide) {
+static __attribute__((noinline)) void update_columns(REAL *out, const REAL *from, const REAL *scale, const REAL *x,
+                                                     I xs, const REAL *y, I ys, I depth, I rows, I wide) {
   update_any(out, from, scale, x, xs, y, ys, depth, rows, wide, 0);
 }
 
@@ -229,5 +233,6 @@ static inline void transpose(const REAL *x, I xs, REAL *out, I os, I rows, I col
 /* One panel x [rows][PANEL] of a panelled matrix, `wide` columns from column j of n on, into the panelled transpose
    out [n][rows]. */
 static void transpose_panel(const REAL *x, REAL *out, I rows, I j, I wide, I n) {
-  for (I r = 0; r < rows; r += PANEL) transpose(x + r * PANEL, PANEL, out + r * n + j * PANEL, PANEL, width_at(r, rows), wide);
+  for (I r = 0; r < rows; r += PANEL)
+    transpose(x + r * PANEL, PANEL, out + r * n + j * PANEL, PANEL, width_at(r, rows), wide);
 }
