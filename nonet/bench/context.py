@@ -59,7 +59,7 @@ class Stage:
     lr: float
 
 
-STAGES = (Stage(64, 900, 64, 4e-3), Stage(256, 60, 32, 1e-3), Stage(1024, 30, 8, 1e-3))
+STAGES = (Stage(64, 700, 64, 6e-3), Stage(256, 60, 32, 1e-3), Stage(1024, 30, 8, 1e-3))
 
 
 def measure() -> dict[str, Any]:

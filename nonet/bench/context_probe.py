@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nonet.bench.context_task import MOST_PAIRS, RecallText, in_batches, shuffled_windows
+from nonet.bench.context_task import RecallText, in_batches, shuffled_windows
 from nonet.model import Model
 
-ROWS, TEXT_ROWS, TOKENS = 128, 48, 8192
+ROWS, TEXT_ROWS, TOKENS = 128, 32, 8192
+MULTI = 4  # pairs of a multi-key row
 SHUFFLES, KEPT = (2, 4, 8, 16, 48), 16
 
 
@@ -27,9 +28,9 @@ def probe(model: Model, task: RecallText, lengths: tuple[int, ...]) -> dict[str,
     out: dict[str, Any] = {"needle": {}, "multi_key": {}}
     for length in lengths:
         out["needle"][str(length)] = recalled(model, task, length, 1)
-        out["multi_key"][str(length)] = recalled(model, task, length, MOST_PAIRS)
+        out["multi_key"][str(length)] = recalled(model, task, length, MULTI)
     out["position_loss"] = position_losses(model, task.test_text(lengths[-1], TEXT_ROWS))
-    out["shuffle"] = shuffle_losses(model, task.test_text(lengths[0], 4 * ROWS))
+    out["shuffle"] = shuffle_losses(model, task.test_text(lengths[0], 2 * ROWS))
     return out
 
 

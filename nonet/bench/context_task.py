@@ -20,10 +20,10 @@ from nonet.lm.corpus import Corpus, build
 from nonet.lm.trainer import Row
 from nonet.pipeline.pretraining import training_texts
 
-KEYS = VALUES = 48
+KEYS = VALUES = 24
 TEXT_VOCAB, HELD_OUT = 512, 0.05
-MOST_PAIRS = 4
-TEXT_SHARE = 0.25  # of text tokens that carry loss in training; the answers all do
+MOST_PAIRS = 16  # in training, from none up; many answers a row are what makes tiny models learn to look up at all
+TEXT_SHARE = 0.1  # of text tokens that carry loss in training; the answers all do
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class RecallText:
 
     def _training_row(self, length: int, seed: int, index: int) -> Row:
         draw = generator("train", length, seed, index)
-        tokens, answers = self.recall("train", length, int(draw.integers(MOST_PAIRS + 1)), draw)
+        tokens, answers = self.recall("train", length, int(draw.integers(min(MOST_PAIRS, length // 4) + 1)), draw)
         mask = answers | ((tokens < self.text_ids) & (draw.random(length) < TEXT_SHARE))
         return Row(tokens.tolist(), mask.tolist())
 

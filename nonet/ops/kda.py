@@ -119,7 +119,8 @@ def _in_pieces(
         outputs.append(o)
     picked = [states[at][n] for n, at in wanted_E2.tolist()]
     exported = torch.stack(picked).detach() if picked else state.new_empty(0, *state.shape[1:])
-    return sequences.unpad(torch.cat(outputs, 1)), state, exported
+    o = torch.cat(outputs, 1) if outputs else v  # no sequence has a position
+    return sequences.unpad(o), state, exported
 
 
 def _check(

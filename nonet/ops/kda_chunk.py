@@ -9,8 +9,7 @@ The WY form (k3 section 2.2): with P the cumulative decay inside a chunk and S t
 Three things keep it exact (kernels section 1.2). The triangular system is solved by forward substitution: powers of X
 cancel catastrophically when keys repeat. P is a product of decays, never the exponential of a difference of sums, which
 loses a weak gate behind strong ones. P and 1 / P are shifted by a constant, half of the largest possible span, so both
-stay within e^+-40. A decay without a floor has no such constant: there every pair of positions takes its own
-exponential.
+stay within e^+-40. A decay without a floor has no such constant: there each key's decay is multiplied up on its own.
 """
 
 from __future__ import annotations
@@ -85,14 +84,17 @@ def _bounded(q: Tensor, k: Tensor, g: Tensor, lower: float) -> tuple[Tensor, Ten
 
 
 def _unbounded(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`_bounded` for any g <= 0, by the difference of each pair. Sums in float64: a strong decay must not blur the weak
-    ones that follow it.
+    """`_bounded` for any g <= 0: each key carries its own decay from position to position, so no factor exceeds 1. Sums
+    in float64: a strong decay must not blur the weak ones that follow it.
     """
-    G = g.double().cumsum(-2)
-    behind = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=g.device).triu(1).unsqueeze(-1)
-    pair = (G.unsqueeze(-2) - G.unsqueeze(-3)).to(g.dtype).masked_fill(behind, -torch.inf).exp()
-    keys = pair * k.unsqueeze(-3)  # [.., i, j, K]
-    XA = torch.cat([(keys @ k.unsqueeze(-1)).squeeze(-1), (keys @ q.unsqueeze(-1)).squeeze(-1)], -2)
+    G, e = g.double().cumsum(-2), g.exp()
+    keys, lines = k[..., :0, :], []
+    for i in range(CHUNK):
+        here = slice(i, i + 1)
+        keys = torch.cat([keys * e[..., here, :], k[..., here, :]], -2)
+        line = torch.cat([k[..., here, :], q[..., here, :]], -2) @ keys.mT
+        lines.append(torch.nn.functional.pad(line, (0, CHUNK - 1 - i)))
+    XA = torch.stack(lines, -2).flatten(-3, -2)
     return XA, G.to(g.dtype).exp(), (G[..., -1:, :] - G).to(g.dtype).exp()
 
 

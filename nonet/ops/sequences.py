@@ -90,7 +90,9 @@ class Sequences:
 
 
 @lru_cache(maxsize=64)
+@torch.inference_mode(False)
 def _rows(B: int, T: int) -> Sequences:
+    """Kept between calls, in training and out of it."""
     begins = torch.arange(B) * T
     _check_starts(begins, B, T)
     return Sequences(torch.stack([begins // T, begins % T, torch.full((B,), T)], 1), B, T, True)

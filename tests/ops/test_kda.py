@@ -41,10 +41,11 @@ PACKED = [
     (2, 40, [0, 16, 40, 43, 70], [16, 5, 3, 0, 10]),
     (3, 33, [0, 33, 66], [33, 1, 20]),
 ]
+NOBODY = [(1, 20, [0, 5], [0, 0]), (1, 20, [0], [0])]
 
 
 @both
-@pytest.mark.parametrize(("B", "T", "starts", "counts"), PACKED)
+@pytest.mark.parametrize(("B", "T", "starts", "counts"), PACKED + NOBODY)
 def test_packed_sequences_are_as_alone(switch: bool, B: int, T: int, starts: list[int], counts: list[int] | None):
     *sequences, _ = case(T, B=B)
     S = case(T, B=len(starts), seed=5)[-1]
@@ -88,6 +89,15 @@ def test_without_a_state_sequences_start_from_zeros(switch: bool):
     *sequences, S = case(40)
     found = kda(*sequences, None, LOWER, native=switch)
     assert error(found, right([*sequences, torch.zeros_like(S)])) <= 5e-6
+
+
+@both
+def test_training_after_inference_on_the_same_shape(switch: bool):
+    """What is kept about a shape must not be an inference tensor."""
+    args = case(23, B=3)
+    with torch.inference_mode():
+        kda(*args, LOWER, native=switch)
+    assert all(x.isfinite().all() for x in gradients(lambda *a: kda(*a, LOWER, native=switch), args))
 
 
 @both

@@ -20,7 +20,15 @@ def in_c(*args: Tensor) -> tuple[Tensor, ...]:
     return kda(*args, LOWER)
 
 
-FORMS = [pytest.param(in_c, id="C", marks=needs_native), pytest.param(kda_chunk, id="torch")]
+def floorless(*args: Tensor) -> tuple[Tensor, Tensor]:
+    return kda_chunk(*args, lower_bound=None)  # type: ignore[misc]
+
+
+FORMS = [
+    pytest.param(in_c, id="C", marks=needs_native),
+    pytest.param(kda_chunk, id="torch"),
+    pytest.param(floorless, id="torch without a floor"),
+]
 every_form = pytest.mark.parametrize("form", FORMS)
 FORWARD = 2e-6  # relative to the largest number
 Form = Callable[..., tuple[Tensor, ...]]
@@ -53,6 +61,15 @@ def test_forward_at_full_width_and_with_small_queries(form: Form, gates: str, ke
     args = case(128, gates, keys, B=1, K=128, V=128)
     args[0] *= 1e-6
     assert error(form(*args), right(args)) <= FORWARD
+
+
+def test_gates_far_below_the_floor_of_k3():
+    """Kimi-Linear's: strong ones of e^-30 and more among weak ones, which must stay sharp behind them."""
+    args = case(200)
+    args[3] = torch.where(args[3] < -1, 30 * args[3], 0.02 * args[3])
+    assert error(kda(*args, lower_bound=None), right(args)) <= FORWARD
+    wanted = gradients(kda_recurrent, [x.double() for x in args])
+    assert error(gradients(floorless, args), wanted) <= 2e-5
 
 
 @every_form
