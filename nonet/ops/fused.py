@@ -1,8 +1,8 @@
 """RMSNorm, gated activations and the attention-residual mixture: one pass over memory each, where torch takes five.
 
-Each public function computes its definition (the `_torch` twin of the same signature) through native/fused.c when all
-tensors are float32 on the CPU and gradients are of first order only; anything else takes the twin. Off with
-NONET_NATIVE=0.
+Each public function computes its definition (the `_torch` twin of the same signature) through native/fused.c when a
+gradient is being recorded and all tensors are float32 on the CPU; anything else takes the twin, so that a plain forward
+rounds as torch does everywhere. Gradients of first order only. Off with NONET_NATIVE=0.
 """
 
 from __future__ import annotations
@@ -74,6 +74,8 @@ def _library() -> ctypes.CDLL | None:
 
 
 def _fast(*tensors: Tensor) -> bool:
+    if not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
+        return False
     plain = all(t.dtype == torch.float32 and t.device.type == "cpu" for t in tensors)
     return plain and not torch.is_autocast_enabled("cpu") and tensors[0].numel() > 0 and _library() is not None
 

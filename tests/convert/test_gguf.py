@@ -150,8 +150,8 @@ def read_all(path: Path) -> None:
         ({"llama.rope.dimension_count": 8}, ["llama.rope.dimension_count = 8"]),
         ({"llama.rope.scaling.type": "yarn"}, ["llama.rope.scaling.type = 'yarn'"]),
         ({"llama.block_count": None}, ["llama.block_count is missing"]),
-        ({"llama.block_count": 3}, ["lacks model.layers.2.input_layernorm.weight"]),
-        ({"llama.feed_forward_length": 128}, ["mlp.up_proj.weight has shape [96, 64] in m.gguf, needs [128, 64]"]),
+        ({"llama.block_count": 3}, ["lacks model.layers.2.{input_layernorm.weight,"]),
+        ({"llama.feed_forward_length": 128}, ["mlp.up_proj.weight} has shape [96, 64] in m.gguf, needs [128, 64]"]),
     ],
 )
 def test_what_the_reader_does_not_know(metadata: dict, parts: list[str], tmp_path: Path):

@@ -51,7 +51,10 @@ class Recorder:
 
 
 def assert_row_is_what_was_heard(batch: PackedBatch, row: int, heard: list[tuple[Request, Completion]]) -> None:
-    """tokens, mask, behaviour log-probs and versions of one row, token by token, in order."""
+    """tokens, mask, behaviour log-probs and versions of one row, token by token, in order.
+
+    An attempt whose budget ends with a tool call closes with the tool's answer, which nobody was asked to continue.
+    """
     last_request, last = heard[-1]
     tokens = [*last_request.tokens, *last.tokens]
     mask, behaviour, version = [False] * len(tokens), [0.0] * len(tokens), [-1] * len(tokens)
@@ -60,6 +63,10 @@ def assert_row_is_what_was_heard(batch: PackedBatch, row: int, heard: list[tuple
         for i, logprob in enumerate(c.logprobs, len(request.tokens)):
             mask[i], behaviour[i], version[i] = True, logprob, c.policy_version
     cut = slice(batch.starts[row], batch.starts[row + 1])
+    unheard = batch.starts[row + 1] - batch.starts[row] - len(tokens)
+    assert unheard >= 0
+    tokens += batch.tokens_T[cut][len(tokens) :].tolist()
+    mask, behaviour, version = mask + [False] * unheard, behaviour + [0.0] * unheard, version + [-1] * unheard
     assert batch.tokens_T[cut].tolist() == tokens
     assert batch.mask_T[cut].tolist() == mask
     assert torch.equal(batch.behaviour_T[cut], torch.tensor(behaviour))
