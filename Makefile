@@ -21,7 +21,7 @@ demo: install
 	$(BIN)/nonet run recipes/nano.toml --quick --out runs/demo
 
 test: install lint
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
 lint: install
 	$(BIN)/ruff check nonet tests peers

@@ -1,10 +1,11 @@
 """Which tokens a step trains on: pure functions of (seed, step) over a corpus.
 
 A piece is a range of the corpus inside one document. `Packed` lays all documents end to end in a shuffled order and
-cuts that tape into rows of `context` tokens: a document that reaches a row's end is cut there and goes on in the next
-row as if it were a new one (its later part sees nothing of the earlier). `Long` takes only documents of at least
-`context` tokens, each from its start in whole rows, what is left over dropped: rows that really are that long, for
-stages that extend the context. Both go over the whole corpus once before any of it comes again, in another order.
+cuts that tape into rows of `context` tokens, which are shuffled again: a document that reaches a row's end is cut there
+and goes on in the tape's next row as if it were a new one (its later part sees nothing of the earlier). `Long` takes
+only documents of at least `context` tokens, each from its start in whole rows, what is left over dropped: rows that
+really are that long, for stages that extend the context. Both go over the whole corpus once before any of it comes
+again, in another order.
 """
 
 from __future__ import annotations
@@ -49,20 +50,21 @@ class Packed:
     def __call__(self, step: int) -> list[Piece]:
         epoch, i = divmod(step, self.batches)
         self._lay(epoch)
-        first = i * self.rows * self.context
-        return [p for r in range(self.rows) for p in self._row(first + r * self.context)]
+        mine = self._rows[i * self.rows : (i + 1) * self.rows].tolist()
+        return [p for row in mine for p in self.row(row)]
 
     def _lay(self, epoch: int) -> None:
         if epoch == self._epoch:
             return
-        order = shuffled(len(self.documents), self.seed, epoch)
-        self._order = self.documents[order]
+        documents, rows = shuffled(self.seed, epoch, len(self.documents), self.batches * self.rows)
+        self._order = self.documents[documents]
         self._ends = self.corpus.lengths_M[self._order].cumsum()
+        self._rows = rows  # drawn from all over the tape: neighbours are of one document, and a batch should not be
         self._epoch = epoch
 
-    def _row(self, start: int) -> Iterator[Piece]:
+    def row(self, number: int) -> Iterator[Piece]:
         """The pieces between two cuts of the tape; a single token predicts nothing and is left out."""
-        stop = start + self.context
+        start, stop = number * self.context, (number + 1) * self.context
         i = int(np.searchsorted(self._ends, start, "right"))
         while start < stop:
             end = min(stop, int(self._ends[i]))
@@ -89,13 +91,15 @@ class Long:
     def __call__(self, step: int) -> list[Piece]:
         epoch, i = divmod(step, len(self.starts) // self.rows)
         if epoch != self._epoch:
-            self._order, self._epoch = shuffled(len(self.starts), self.seed, epoch), epoch
+            [self._order], self._epoch = shuffled(self.seed, epoch, len(self.starts)), epoch
         chosen = self.starts[self._order[i * self.rows : (i + 1) * self.rows]].tolist()
         return [(start, start + self.context) for start in chosen]
 
 
-def shuffled(count: int, seed: int, epoch: int) -> np.ndarray:
-    return np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(count)
+def shuffled(seed: int, epoch: int, *counts: int) -> list[np.ndarray]:
+    """A permutation of each count, all from one stream."""
+    draw = np.random.Generator(np.random.Philox(key=[seed, epoch]))
+    return [draw.permutation(count) for count in counts]
 
 
 def micro_batches(pieces: Sequence[Piece], micro_tokens: int) -> list[list[Piece]]:

@@ -12,6 +12,7 @@ the same side and adding data moves nothing across.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import time
@@ -81,12 +82,16 @@ def text_hash(document: str) -> int:
 
 
 def build(sources: Sequence[str], tokenizer: Tokenizer, cache: Path) -> Corpus:
-    """The corpus of these sources under `cache`, from there if it is whole, continued if it is half made."""
+    """The corpus of these sources under `cache`, from there if it is whole, continued if it is half made; of several
+    processes that want it at once, one makes it and the others wait.
+    """
     files = text.files(sources)
     folder = cache / corpus_name(files, tokenizer)
-    if not (folder / "meta.json").exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        _Maker(folder, files, tokenizer).make()
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released by the system when a process dies
+        if not (folder / "meta.json").exists():
+            _Maker(folder, files, tokenizer).make()
     return Corpus.open(folder)
 
 

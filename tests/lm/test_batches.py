@@ -51,19 +51,28 @@ def test_epochs_differ_in_order():
 
 
 def test_rows_are_cut_only_at_their_ends():
-    """Inside a row a new piece begins only where a document begins; a cut document goes on in the next row."""
+    """Inside a row a new piece begins only where a document begins; a cut document goes on in the tape's next row."""
     c = corpora.corpus()
     data = Packed(c, ALL, 40, 1, seed=2)
+    data(0)
     starts, continued = set(c.starts_M.tolist()), 0
     last_end = None
-    for step in range(data.batches):
-        pieces = data(step)
+    for row in range(data.batches):
+        pieces = list(data.row(row))
         for i, (a, _) in enumerate(pieces):
             if a not in starts:
                 assert i == 0
                 continued += last_end == a
         last_end = pieces[-1][1]
     assert continued > 5
+
+
+def test_a_batch_is_drawn_from_many_documents():
+    """Rows that follow each other on the tape are of one document; a batch of them would be about one thing."""
+    c = corpora.corpus()
+    data = Packed(c, ALL, 8, 16, seed=2)
+    documents = [len({int(np.searchsorted(c.documents_M["end"], a, "right")) for a, _ in data(s)}) for s in range(8)]
+    assert min(documents) >= 10
 
 
 def test_long_rows_are_whole_and_from_long_documents_only():
