@@ -4,13 +4,12 @@ device answers as well.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from nonet.model.config import ModelConfig
-
-if TYPE_CHECKING:
-    from nonet.model.model import Model
 
 
 @dataclass(frozen=True)
@@ -25,19 +24,20 @@ class Cost:
     mtp: int
 
     @staticmethod
-    def of(model: Model) -> Cost:
-        moe = model.config.moe
+    def of(config: ModelConfig, named: Iterable[tuple[str, Tensor]]) -> Cost:
+        """named: the model's parameters, on any device."""
+        moe = config.moe
         total = active = mtp = 0
-        for name, p in model.named_parameters():
+        for name, p in named:
             if name.startswith("mtp."):
                 mtp += p.numel()
                 continue
             total += p.numel()
             if moe is not None and ".experts." in name and ".shared_experts." not in name:
                 active += p.numel() // moe.experts * moe.top_k
-            elif name != "embed_tokens.weight" or model.config.tie_embeddings:  # a tied embedding is also the head
+            elif name != "embed_tokens.weight" or config.tie_embeddings:  # a tied embedding is also the head
                 active += p.numel()
-        return Cost(model.config, total, active, mtp)
+        return Cost(config, total, active, mtp)
 
     @property
     def flops_per_token(self) -> int:

@@ -203,7 +203,7 @@ class Model(nn.Module):
 
     @property
     def cost(self) -> Cost:
-        return Cost.of(self)
+        return Cost.of(self.config, self.named_parameters())
 
     def parameter_count(self) -> int:
         return sum(p.numel() for p in self.parameters())
