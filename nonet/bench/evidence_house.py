@@ -85,7 +85,7 @@ def survives_kill() -> tuple[dict[str, Any], bool]:
     moments = []
     for _ in range(3):
         process = subprocess.Popen([*job, *short], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        wait = rng.uniform(10, 45)
+        wait = rng.uniform(8, 25)
         time.sleep(wait)
         if process.poll() is None:
             process.send_signal(signal.SIGKILL)
