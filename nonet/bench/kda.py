@@ -1,7 +1,9 @@
 """KDA kernels beside fla's and transformers' CPU code, this core's sgemm and torch: forward, backward, decode step.
 
 Ratios of thread CPU seconds on one thread, medians over turns in which both sides ran; each is the smaller of those at
-1024 and 4096 positions (H 4, d 128; decode: H 8, d 128). Both sides must have computed the same numbers.
+1024 and 4096 positions (H 4, d 128; decode: H 8, d 128). decode_vs_torch is the C step as the engine's decode loop
+drives it, over tensors that stay; decode_call_vs_torch goes through `kda_step_` and its checks every time. Both sides
+must have computed the same numbers.
 """
 
 from __future__ import annotations
@@ -85,6 +87,7 @@ def figures(rows: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     out: dict[str, Any] = {name: min(values.values()) for name, values in by_length.items()}
     for B in (1, 64):
         out[f"decode_vs_torch_b{B}"] = median(r[f"step_torch_{B}"] / r[f"step_native_{B}"] for r in rows)
+        out[f"decode_call_vs_torch_b{B}"] = median(r[f"step_torch_{B}"] / r[f"step_called_{B}"] for r in rows)
     middle = {name: median(r[name] for r in rows) for name in rows[0]}
     out["by_length"] = {name: {str(T): round(x, 3) for T, x in values.items()} for name, values in by_length.items()}
     passes = ("native", "torch", "transformers", "fla", "native_both", "torch_both")

@@ -16,6 +16,7 @@ from nonet import native
 from nonet.bench.kda_inputs import HEADS, LENGTHS, LOWER, WIDTH, digest, made
 from nonet.bench.turns import Turns
 from nonet.ops.kda import kda, kda_chunk, kda_step_
+from nonet.ops.kda_native import step_call
 
 SQUARE = 2048  # of the sgemm that stands for the core's peak
 STEP_HEADS = 8
@@ -40,6 +41,8 @@ def main() -> None:
 
 
 def timed(run: Callable[[], Any], times: int = 1) -> float:
+    """Seconds of one run among `times`, after one that fills the caches and the allocator."""
+    run()
     began = time.thread_time()
     for _ in range(times):
         run()
@@ -67,11 +70,10 @@ class Work:
                 out[f"torch_{T}"] = timed(lambda T=T: self.forward(T, native=False))
                 out[f"transformers_{T}"] = timed(lambda T=T: self.transformers(T))
             for B, times in STEPS.items():
-                for name, switch in (("native", True), ("torch", False)):
-                    run = lambda B=B, switch=switch: kda_step_(*self.steps[B], native=switch)  # noqa: E731
+                for name, run in self.step_ways(B).items():
                     out[f"step_{name}_{B}"] = timed(run, times)
         for T in LENGTHS:
-            out[f"native_both_{T}"] = timed(lambda T=T: self.both(T, True))
+            out[f"native_both_{T}"] = timed(lambda T=T: self.both(T, True), 3)
             out[f"torch_both_{T}"] = timed(lambda T=T: self.both(T, False))
         return out
 
@@ -90,6 +92,23 @@ class Work:
         else:
             o = kda_chunk(*leaves, state_BHKV=torch.zeros(1, HEADS, WIDTH, WIDTH), lower_bound=LOWER)[0]
         torch.autograd.grad(o, leaves, self.upstream[T])
+
+    def step_ways(self, B: int) -> dict[str, Callable[[], Any]]:
+        """C as the engine's decode loop drives it, over tensors that stay; C through `kda_step_`; torch."""
+        case = self.steps[B]
+        prepared = step_call(*case)
+        assert prepared is not None
+        run, words, o = prepared
+
+        def again() -> Tensor:
+            run(words)
+            return o  # held here: C writes to it
+
+        return {
+            "native": again,
+            "called": lambda: kda_step_(*case),
+            "torch": lambda: kda_step_(*case, native=False),
+        }
 
     def _step_case(self, B: int) -> list[Tensor]:
         case = [x[:, 0] for x in made(1, STEP_HEADS, WIDTH, B)]

@@ -11,8 +11,8 @@
      d(log P) = qh o d(qh) + kh o d(kh) - kb o d(kb) - kt o d(kt); its last row also gets the column sums of
      kt o d(kt) and end o rowsum(D o S). dg is its sum from t to the end of the chunk.
 
-   The forward pass kept w and the state in front of every KEEP-th chunk; the states between are made again, transposed
-   ([V][K]), which is how all products but one want them. */
+   The forward pass kept w, X, A and the state in front of every KEEP-th chunk; the states between are made again,
+   transposed ([V][K]), which is how all products but one want them. */
 
 typedef struct {
   const REAL *q, *k, *g, *beta;
@@ -46,15 +46,20 @@ typedef struct {
   REAL *dkb, *dkt;        /* [16][K] */
   REAL *D, *D_t; /* D [K][V] and its transpose, panelled */
   REAL *dend;   /* [K] */
-  REAL *w;      /* [16][V] */
-  REAL *out;    /* [3][16][K] + [16][V]: dq, dk, dg, dv */
-  REAL *pad;    /* [3][16][K] */
+  REAL *pad;    /* [3][16][K] + [2][16][V]: a last chunk filled up, and its gradients */
   REAL dbeta[CHUNK];
 } Work;
 
+/* Where a chunk's w is read and its gradients go: rows in memory, or in m->pad for a chunk that is not full. */
+typedef struct {
+  const REAL *w;
+  REAL *dq, *dk, *dg, *dv;
+  I ks, vs;
+} Ends;
+
 static I again_room(I K, I n) { return CHUNK_ROWS * K + 2 * CHUNK * CHUNK + CHUNK * n + panelled(n, K); }
 static I work_room(I K, I n) {
-  return CHUNK * (K > n ? K : n) + 3 * CHUNK * PANEL + 4 * CHUNK * n + 4 * CHUNK * CHUNK + 12 * CHUNK * K + K +
+  return CHUNK * (K > n ? K : n) + 3 * CHUNK * PANEL + 4 * CHUNK * n + 4 * CHUNK * CHUNK + 9 * CHUNK * K + K +
          panelled(K, n) + panelled(n, K);
 }
 
@@ -69,16 +74,14 @@ static void lay_out_work(Work *m, REAL *at, I K, I n) {
   m->rows = m->turned + CHUNK * (K > n ? K : n);
   m->du = m->rows + 2 * CHUNK * n;
   m->scaled = m->du + CHUNK * PANEL;
-  m->w = m->scaled + 2 * CHUNK * PANEL;
-  m->dxa = m->w + CHUNK * n;
+  m->dxa = m->scaled + 2 * CHUNK * PANEL;
   m->dxa_t = m->dxa + 2 * CHUNK * CHUNK;
   m->through = m->dxa_t + 2 * CHUNK * CHUNK;
   m->within = m->through + 2 * CHUNK * K;
   m->dkb = m->within + 2 * CHUNK * K;
   m->dkt = m->dkb + CHUNK * K;
-  m->out = m->dkt + CHUNK * K;
-  m->pad = m->out + 3 * CHUNK * K + CHUNK * n;
-  m->dend = m->pad + 3 * CHUNK * K;
+  m->pad = m->dkt + CHUNK * K;
+  m->dend = m->pad + 3 * CHUNK * K + 2 * CHUNK * n;
   m->D = m->dend + K;
   m->D_t = m->D + panelled(K, n);
 }
@@ -86,7 +89,7 @@ static void lay_out_work(Work *m, REAL *at, I K, I n) {
 /* One vector of columns: du += A^T do, then dr, y (negated into rows) and dv. part: dr . w, lane by lane. scaled
    [32][PANEL]: rows / c. */
 static INLINE void column_back(const Chunk *c, REAL *rows, const REAL *du, REAL *scaled, const REAL *w, REAL *dv,
-                               V *part, I n) {
+                               I vs, V *part, I n) {
   V t[CHUNK];
 #pragma GCC unroll 16
   for (int j = 0; j < CHUNK; j++) t[j] = load(du + j * PANEL);
@@ -100,9 +103,9 @@ static INLINE void column_back(const Chunk *c, REAL *rows, const REAL *du, REAL 
   }
 #pragma GCC unroll 16
   for (int i = CHUNK - 1; i >= 0; i--) {
-    part[i] += t[i] * load(w + i * n);
+    part[i] += t[i] * load(w + i * vs);
     t[i] *= c->beta[i];
-    store(dv + i * n, t[i]);
+    store(dv + i * vs, t[i]);
     store(rows + i * n, -t[i]);
     store(scaled + i * PANEL, t[i] * -UNSHIFT);
 #pragma GCC unroll 16
@@ -112,7 +115,7 @@ static INLINE void column_back(const Chunk *c, REAL *rows, const REAL *du, REAL 
 }
 
 /* From D to dS in place, a panel at a time; on the way y, dv, dbeta, and D transposed. */
-static void retreat(const Chunk *c, Work *m, I K, I n) {
+static void retreat(const Chunk *c, Work *m, const Ends *e, I K, I n) {
   V part[CHUNK];
   memset(part, 0, sizeof part);
   REAL *D = m->D;
@@ -120,7 +123,7 @@ static void retreat(const Chunk *c, Work *m, I K, I n) {
     const I wide = width_at(j, n);
     product(c->kt, K, D, PANEL, 0, K, m->du, PANEL, CHUNK, wide);
     for (I i = 0; i < wide; i += LANES)
-      column_back(c, m->rows + j + i, m->du + i, m->scaled + i, m->w + j + i, m->out + j + i, part, n);
+      column_back(c, m->rows + j + i, m->du + i, m->scaled + i, e->w + j + i, e->dv + j + i, e->vs, part, n);
     transpose_panel(D, m->D_t, K, j, wide, n);
     update(D, D, c->end, c->kh, K, m->scaled, PANEL, 2 * CHUNK, K, wide);
   }
@@ -139,46 +142,51 @@ static void triangles_back(const Again *a, Work *m, I n) {
 }
 
 /* dq, dk and dg of one vector of key channels, from d(qh), d(kh), d(kb), d(kt) and d(end). */
-static INLINE void gather_back(const Again *a, const Work *m, I K, I n, I i) {
+static INLINE void gather_back(const Again *a, const Work *m, const Ends *e, I K, I i) {
   const Chunk *c = &a->c;
-  REAL *dq = m->out + CHUNK * n + i, *dk = dq + CHUNK * K, *dg = dk + CHUNK * K;
-  const V last = load(c->dh + (CHUNK - 1) * K + i);
+  const REAL *dh = c->dh + i, *kh = c->kh + i, *kb = c->kb + i, *kt = c->kt + i, *through = m->through + i;
+  const REAL *within = m->within + i, *dkb = m->dkb + i, *dkt = m->dkt + i;
+  REAL *dq = e->dq + i, *dk = e->dk + i, *dg = e->dg + i;
+  const I ks = e->ks, below = CHUNK * K;
+  const V last = load(dh + (CHUNK - 1) * K);
   V at_end = load(c->end + i) * load(m->dend + i), run = {0}, log_p[CHUNK];
-  for (int t = 0; t < CHUNK; t++) {
-    const I at = t * K + i, qat = (CHUNK + t) * K + i;
-    V d = load(c->dh + at), inverse = (REAL)1 / d;
-    V dkh = load(m->through + at) * UNSHIFT + load(m->within + at);
-    V dqh = load(m->through + qat) * UNSHIFT + load(m->within + qat);
-    V dkb = load(m->dkb + at), dkt = load(m->dkt + at), tail = load(c->kt + at) * dkt;
-    store(dq + t * K, d * dqh);
-    store(dk + t * K, d * dkh + inverse * dkb + last * inverse * dkt);
-    log_p[t] = load(c->kh + qat) * dqh + load(c->kh + at) * dkh - load(c->kb + at) * dkb - tail;
+#pragma GCC unroll 2
+  for (int t = 0; t < CHUNK; t++, dh += K, kh += K, kb += K, kt += K, through += K, within += K, dkb += K, dkt += K) {
+    V d = load(dh), inverse = (REAL)1 / d, by_kt = load(dkt), by_kb = load(dkb), tail = load(kt) * by_kt;
+    V by_kh = load(through) * UNSHIFT + load(within), by_qh = load(through + below) * UNSHIFT + load(within + below);
+    store(dq + t * ks, d * by_qh);
+    store(dk + t * ks, d * by_kh + inverse * by_kb + last * inverse * by_kt);
+    log_p[t] = load(kh + below) * by_qh + load(kh) * by_kh - load(kb) * by_kb - tail;
     at_end += tail;
   }
   log_p[CHUNK - 1] += at_end;
   for (int t = CHUNK - 1; t >= 0; t--) {
     run += log_p[t];
-    store(dg + t * K, run);
+    store(dg + t * ks, run);
   }
 }
 
-/* One chunk: m->w and the do half of m->rows are filled; m->D is d(S') and becomes dS. */
-static void chunk_back(Again *a, Work *m, I K, I n) {
+/* One chunk: the do half of m->rows is filled; m->D is d(S') and becomes dS. */
+static void chunk_back(Again *a, Work *m, const Ends *e, I K, I n) {
   Chunk *c = &a->c;
-  triangles(c, m->turned, K);
-  retreat(c, m, K, n);
+  retreat(c, m, e, K, n);
   triangles_back(a, m, n);
-  product(m->rows, n, a->S, PANEL, n * PANEL, n, m->through, K, 2 * CHUNK, K);
   product(m->dxa, CHUNK, c->kb, K, PANEL, CHUNK, m->within, K, 2 * CHUNK, K);
   transpose(m->dxa, CHUNK, m->dxa_t, 2 * CHUNK, 2 * CHUNK, CHUNK);
   product(m->dxa_t, 2 * CHUNK, c->kh, K, PANEL, 2 * CHUNK, m->dkb, K, CHUNK, K);
-  product(a->u, n, m->D_t, PANEL, n * PANEL, n, m->dkt, K, CHUNK, K);
-  for (I i = 0; i < K; i += LANES) {
-    const REAL *D = m->D_t + i / PANEL * n * PANEL + i % PANEL, *S = a->S + (D - m->D_t);
-    V s = {0};
-    for (I j = 0; j < n; j++) s += load(D + j * PANEL) * load(S + j * PANEL);
-    store(m->dend + i, s);
-    gather_back(a, m, K, n, i);
+  for (I j = 0; j < K; j += PANEL) { /* all that reads these columns of S and D: they fit the first cache */
+    const REAL *S = a->S + j * n, *D = m->D_t + j * n;
+    const I wide = width_at(j, K);
+    product(m->rows, n, S, PANEL, 0, n, m->through + j, K, 2 * CHUNK, wide);
+    product(a->u, n, D, PANEL, 0, n, m->dkt + j, K, CHUNK, wide);
+    for (I i = 0; i < wide; i += LANES) {
+      V s[4] = {{0}};
+      for (I v = 0; v < n; v += 4)
+#pragma GCC unroll 4
+        for (int k = 0; k < 4; k++) s[k] += load(D + (v + k) * PANEL + i) * load(S + (v + k) * PANEL + i);
+      store(m->dend + j + i, (s[0] + s[1]) + (s[2] + s[3]));
+      gather_back(a, m, e, K, j + i);
+    }
   }
 }
 
@@ -199,26 +207,29 @@ static void chunk_again(const Backward *f, Again *a, Work *m, I row, I h, I at, 
       fetch_to_write(f->dv + (w - f->w) + j);
       fetch(w + ahead * f->H * n + j);
     }
+    const I place = ((row * f->T + at + i) * f->H + h) * K;
+    for (I j = 0; j < K; j += LANES) {
+      fetch_to_write(f->dq + place + j);
+      fetch_to_write(f->dk + place + j);
+      fetch_to_write(f->dg + place + j);
+    }
   }
 }
 
-/* The gradients of `have` positions from m->out to where they belong. */
-static void hand_out(const Backward *f, const Work *m, I row, I h, I at, I have) {
-  const I K = f->K, n = f->V;
-  const REAL *dq = m->out + CHUNK * n, *dk = dq + CHUNK * K, *dg = dk + CHUNK * K;
+/* Gradients of a chunk that is not full, from where chunk_back left them to where they belong. */
+static void hand_out(const Ends *from, const Ends *to, I have, I K, I n) {
   for (I i = 0; i < have; i++) {
-    const I place = (row * f->T + at + i) * f->H + h;
-    memcpy(f->dv + place * n, m->out + i * n, n * sizeof(REAL));
-    memcpy(f->dq + place * K, dq + i * K, K * sizeof(REAL));
-    memcpy(f->dk + place * K, dk + i * K, K * sizeof(REAL));
-    memcpy(f->dg + place * K, dg + i * K, K * sizeof(REAL));
-    f->dbeta[place] = m->dbeta[i];
+    memcpy(to->dv + i * to->vs, from->dv + i * from->vs, n * sizeof(REAL));
+    memcpy(to->dq + i * to->ks, from->dq + i * from->ks, K * sizeof(REAL));
+    memcpy(to->dk + i * to->ks, from->dk + i * from->ks, K * sizeof(REAL));
+    memcpy(to->dg + i * to->ks, from->dg + i * from->ks, K * sizeof(REAL));
   }
 }
 
 static void backward_head(const Backward *f, I n, I h, REAL *room) {
   const I K = f->K, n_v = f->V, size = K * n_v, row = f->sequences[3 * n], begin = f->sequences[3 * n + 1];
-  const I count = f->sequences[3 * n + 2], chunks = (count + CHUNK - 1) / CHUNK, vs = f->H * n_v;
+  const I count = f->sequences[3 * n + 2], chunks = (count + CHUNK - 1) / CHUNK, block = kept_size(K, n_v);
+  const I ks = f->H * K, vs = f->H * n_v;
   Again again[KEEP];
   Work m;
   for (int i = 0; i < KEEP; i++) room = lay_out_again(again + i, room, K, n_v);
@@ -227,23 +238,34 @@ static void backward_head(const Backward *f, I n, I h, REAL *room) {
   else memset(m.D, 0, panelled(K, n_v) * sizeof(REAL));
   for (I first = (chunks - 1) / KEEP * KEEP; first >= 0 && chunks; first -= KEEP) {
     const I here = chunks - first < KEEP ? chunks - first : KEEP;
-    const REAL *kept = f->kept + ((f->first_kept[n] + first / KEEP) * f->H + h) * kept_size(K, n_v);
+    const REAL *kept = f->kept + ((f->first_kept[n] + first / KEEP) * f->H + h) * block;
     for (I j = 0; j < n_v; j += PANEL) transpose_panel(kept + j * K, again[0].S, K, j, width_at(j, n_v), n_v);
     for (I i = 0; i < here; i++) {
       Again *a = again + i;
       const I t = (first + i) * CHUNK, have = count - t < CHUNK ? count - t : CHUNK;
       chunk_again(f, a, &m, row, h, begin + t, have, i + 1 < here ? CHUNK : -(here + KEEP - 1) * CHUNK);
+      memcpy(a->c.xa, kept + panelled(K, n_v) + i * TRIANGLES, TRIANGLES * sizeof(REAL));
       for (I j = 0; j < K && i + 1 < here; j += PANEL)
         update_columns(again[i + 1].S + j * n_v, a->S + j * n_v, a->c.end + j, a->u, n_v, a->c.kt + j, K, CHUNK, n_v,
                        width_at(j, K));
     }
     for (I i = here - 1; i >= 0; i--) {
       const I t = (first + i) * CHUNK, have = count - t < CHUNK ? count - t : CHUNK, at = begin + t;
-      const I place = (row * f->T + at) * vs + h * n_v;
-      padded(m.w, f->w + place, vs, have, n_v);
-      padded(m.rows + CHUNK * n_v, f->d_o + place, vs, have, n_v);
-      chunk_back(again + i, &m, K, n_v);
-      hand_out(f, &m, row, h, at, have);
+      const I place = (row * f->T + at) * f->H + h;
+      const Ends outside = {f->w + place * n_v, f->dq + place * K, f->dk + place * K, f->dg + place * K,
+                            f->dv + place * n_v, ks, vs};
+      if (first)
+        for (I j = i * block / KEEP; j < (i + 1) * block / KEEP; j += LANES) fetch(kept - f->H * block + j);
+      padded(m.rows + CHUNK * n_v, f->d_o + place * n_v, vs, have, n_v);
+      if (have == CHUNK) chunk_back(again + i, &m, &outside, K, n_v);
+      else {
+        REAL *dv = m.pad + 3 * CHUNK * K, *w = dv + CHUNK * n_v;
+        const Ends inside = {padded(w, outside.w, vs, have, n_v), m.pad, m.pad + CHUNK * K, m.pad + 2 * CHUNK * K, dv,
+                             K, n_v};
+        chunk_back(again + i, &m, &inside, K, n_v);
+        hand_out(&inside, &outside, have, K, n_v);
+      }
+      for (I t = 0; t < have; t++) f->dbeta[place + t * f->H] = m.dbeta[t];
     }
   }
   unpack(m.D, f->d_state + (n * f->H + h) * size, K, n_v);

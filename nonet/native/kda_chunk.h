@@ -13,6 +13,7 @@
    a constant, so position t depends on nothing behind t, to the last bit. */
 
 #define CHUNK 16
+#define TRIANGLES (2 * CHUNK * CHUNK) /* of X and A */
 #define SHIFT ((REAL)288230376151711744.0) /* 2^58 */
 #define UNSHIFT ((REAL)1 / SHIFT)
 
@@ -102,6 +103,7 @@ static INLINE void column(const Chunk *c, const REAL *reads, I rs, const REAL *v
     for (int j = 0; j < CHUNK; j++)
       if (j <= i) y += c->xa[(CHUNK + i) * CHUNK + j] * t[j];
     fetch_to_write(o + (CHUNK + i) * os);
+    if (w) fetch_to_write(w + (CHUNK + i) * ws);
     store(o + i * os, y);
   }
 }

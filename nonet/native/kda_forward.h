@@ -9,7 +9,8 @@ typedef struct {
   REAL *o;             /* [B][T][H][V]; positions of no sequence are not written */
   REAL *end;           /* [N][H][K][V] */
   REAL *w;             /* [B][T][H][V] or null; with it */
-  REAL *kept;          /* [blocks][H][kept_size]: the state, panelled, in front of every KEEP-th chunk for gradients */
+  REAL *kept;          /* [blocks][H][kept_size], for gradients; a block is KEEP chunks: the state in front of them,
+                          panelled, then X and A of each */
   const I *first_kept; /* [N]: index of each sequence's first block */
   const I *wanted;     /* [E][2]: sequence and position, a multiple of 16, whose state goes to */
   REAL *exported;      /* [E][H][K][V] */
@@ -18,8 +19,8 @@ typedef struct {
 
 enum { KEEP = 4 }; /* chunks between kept states */
 
-/* Room for one state as any level lays it out. */
-static INLINE I kept_size(I K, I n) { return K * ((n + 31) / 32 * 32); }
+/* Room for one state as any level lays it out, and for the triangles of KEEP chunks. */
+static INLINE I kept_size(I K, I n) { return K * ((n + 31) / 32 * 32) + KEEP * TRIANGLES; }
 
 static void export_states(const Forward *f, I n, I h, I position, const REAL *S) {
   const I size = f->K * f->V;
@@ -61,14 +62,14 @@ static void forward_head(const Forward *f, I n, I h, REAL *room) {
                f->q_t, f->k_t, f->v_t, f->g_t, CHUNK};
     REAL *o = f->o + (row * f->T + at) * vs + h * n_v, *w = f->w ? f->w + (row * f->T + at) * vs + h * n_v : 0;
     export_states(f, n, h, t, S);
-    if (f->w && t / CHUNK % KEEP == 0)
-      memcpy(f->kept + ((f->first_kept[n] + t / CHUNK / KEEP) * f->H + h) * kept_size(K, n_v), S,
-             panelled(K, n_v) * sizeof(REAL));
+    REAL *kept = f->w ? f->kept + ((f->first_kept[n] + t / CHUNK / KEEP) * f->H + h) * kept_size(K, n_v) : 0;
+    if (kept && t / CHUNK % KEEP == 0) memcpy(kept, S, panelled(K, n_v) * sizeof(REAL));
     if (have < CHUNK) pad_rows(&in, pad, have, K, n_v);
     for (I i = 0; i < CHUNK; i++)
       c.beta[i] = i < have ? f->beta[row * f->beta_b + (at + i) * f->beta_t + h * f->beta_h] : 0;
     prepare(&c, &in, K);
     triangles(&c, turned, K);
+    if (kept) memcpy(kept + panelled(K, n_v) + t / CHUNK % KEEP * TRIANGLES, c.xa, TRIANGLES * sizeof(REAL));
     if (have == CHUNK) {
       advance(&c, in.v, in.vs, o, vs, w, vs, S, K, n_v, panel);
       continue;

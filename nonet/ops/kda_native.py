@@ -7,6 +7,7 @@ structs in native/kda_*.h. float32, and float64 for checks; CPU; key and value w
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -73,7 +74,8 @@ class _Kept:
         self.first_N = (blocks_N.cumsum(0) - blocks_N).contiguous()
         self.w_BTHV = torch.empty_like(v_BTHV, memory_format=torch.contiguous_format)
         H, V = v_BTHV.shape[2:]
-        self.states_MHX = v_BTHV.new_empty(int(blocks_N.sum()), H, K * -(-V // 32) * 32)  # laid out by C
+        size = K * -(-V // 32) * 32 + KEEP * 2 * CHUNK * CHUNK  # kept_size in native/kda_forward.h
+        self.states_MHX = v_BTHV.new_empty(int(blocks_N.sum()), H, size)
 
 
 def _forward(
@@ -141,27 +143,34 @@ class _Scan(torch.autograd.Function):
 
 
 _pack_step = struct.Struct("22q").pack
+_STEPS = {torch.float32: "kda_step_f32", torch.float64: "kda_step_f64"}
 
 
 def step_(
     q_BHK: Tensor, k_BHK: Tensor, v_BHV: Tensor, g_BHK: Tensor, beta_BH: Tensor, state_BHKV: Tensor
 ) -> Tensor | None:
-    """`ops.kda.kda_step_` in two reads and one write of the state; None if these tensors are not for C.
+    """`ops.kda.kda_step_` in two reads and one write of the state; None if these tensors are not for C."""
+    found = step_call(q_BHK, k_BHK, v_BHV, g_BHK, beta_BH, state_BHKV)
+    if found is None:
+        return None
+    run, words, o_BHV = found
+    run(words)
+    return o_BHV
 
-    Written for few Python operations: with a small state they cost as much as the arithmetic.
+
+def step_call(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tensor
+) -> tuple[Callable[[bytes], int], bytes, Tensor] | None:
+    """(C function, its argument, o_BHV it fills); None if these tensors are not for C.
+
+    Calling again steps again, on what the same tensors then hold; they must be kept alive, o as well. Written for few Python operations: at batch 1 they
+    cost as much as the arithmetic.
     """
-    q, k, v, g, beta, S = q_BHK, k_BHK, v_BHV, g_BHK, beta_BH, state_BHKV
     kind, library = S.dtype, native.library()
     B, H, K, V = S.shape
-    if library is None or K % 16 or V % 16 or K > 256 or V > 256 or not S.is_contiguous() or not S.is_cpu:
+    if library is None or kind not in _STEPS or K % 16 or V % 16 or K > 256 or V > 256:
         return None
-    if kind is torch.float32:
-        run = library.kda_step_f32
-    elif kind is torch.float64:
-        run = library.kda_step_f64
-    else:
-        return None
-    if not (q.dtype is kind and k.dtype is kind and v.dtype is kind and g.dtype is kind and beta.dtype is kind):
+    if not (q.dtype is k.dtype is v.dtype is g.dtype is beta.dtype is kind and S.is_contiguous() and S.is_cpu):
         return None
     if not (q.shape == k.shape == g.shape == (B, H, K) and v.shape == (B, H, V) and beta.shape == (B, H)):
         return None  # torch may broadcast it, or say what is wrong
@@ -169,13 +178,11 @@ def step_(
         return None
     (qb, qh, q1), (kb, kh, k1), (vb, vh, v1), (gb, gh, g1) = q.stride(), k.stride(), v.stride(), g.stride()
     if not q1 == k1 == v1 == g1 == 1:
-        return step_(q.contiguous(), k.contiguous(), v.contiguous(), g.contiguous(), beta, S)
-    o = q.new_empty(B, H, V)
-    run(
-        _pack_step(
-            *(q.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr(), beta.data_ptr()),
-            *(qb, qh, kb, kh, vb, vh, gb, gh, *beta.stride()),
-            *(S.data_ptr(), o.data_ptr(), B, H, K, V, torch.get_num_threads()),
-        )
+        return None
+    o = torch.empty_like(v, memory_format=torch.contiguous_format)
+    words = _pack_step(
+        *(q.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr(), beta.data_ptr()),
+        *(qb, qh, kb, kh, vb, vh, gb, gh, *beta.stride()),
+        *(S.data_ptr(), o.data_ptr(), B, H, K, V, torch.get_num_threads()),
     )
-    return o
+    return getattr(library, _STEPS[kind]), words, o
