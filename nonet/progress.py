@@ -15,8 +15,7 @@ _LINE_EVERY_S = 15.0
 
 @contextmanager
 def progress(title: str, total: int, start: int = 0) -> Iterator[Callable[[int, str], None]]:
-    """Yields update(done, note). `start` is work done by an earlier, interrupted run (it does not count for the ETA).
-    """
+    """Yields update(done, note). `start` is work done by an earlier, interrupted run; it does not count for the ETA."""
     console = Console(file=sys.stderr)
     if console.is_terminal:
         with _bar(console) as bar:

@@ -1,4 +1,4 @@
-"""The nouns every room shares, and the protocols rooms meet through.
+"""The nouns every room shares; the protocols rooms meet through are in protocols.py.
 
 Owns: Message, Task, HarnessSpec, Segment, Trajectory, Request, Completion. Nothing here holds a tensor or does work;
 the two nouns that do hold tensors live beside the code that fills them (`model.state.SequenceState`,
@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 Role = Literal["system", "user", "assistant", "tool"]
 Author = Literal["prompt", "policy", "tool"]
 Domain = Literal["general", "agents", "coding"]
 EFFORTS = ("low", "high", "max")
-FinishReason = Literal["stop", "length", "paused", "aborted"]
+FinishReason = Literal["stop", "length", "paused", "aborted", "running"]
 Status = Literal["new", "parked", "done", "failed"]
 
 
@@ -223,8 +224,7 @@ class Trajectory:
         return tuple(t for s in self.segments for t in s.tokens)
 
     def append(self, segment: Segment) -> None:
-        """Add a segment; policy words under the version of the last segment extend it, so pauses leave no trace there.
-        """
+        """Add a segment; policy words under the last segment's version extend it, so pauses leave no trace there."""
         last = self.segments[-1] if self.segments else None
         if (
             last is None
@@ -284,29 +284,52 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """temperature 0 is greedy; top_k 0 and top_p 1 keep the whole vocabulary."""
+    """temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 keep the whole vocabulary.
+
+    Transforms apply in this order: penalties and logit_bias on logits, temperature, top-k, top-p, min-p (a share of the
+    most likely token's probability). repetition_penalty looks at prompt and completion (logits of seen tokens divided
+    by it where positive, multiplied where negative); presence and frequency penalties look at the completion alone and
+    are subtracted, as OpenAI defines them. logit_bias: (token id, added to its logit) pairs.
+    """
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:  # also refuses nan
-            raise UserError(f"temperature = {self.temperature}: must be 0 (greedy) or positive")
+        if not 0 <= self.temperature < math.inf:  # also refuses nan
+            raise UserError(f"temperature = {self.temperature}: must be 0 (greedy) or positive and finite")
         if self.top_k < 0:
             raise UserError(f"top_k = {self.top_k}: must be 0 (off) or a positive count")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p = {self.top_p}: must lie in (0, 1]")
+        if not 0 <= self.min_p < 1:
+            raise UserError(f"min_p = {self.min_p}: must lie in [0, 1)")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -2 <= getattr(self, name) <= 2:
+                raise UserError(f"{name} = {getattr(self, name)}: must lie in [-2, 2]")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise UserError(f"repetition_penalty = {self.repetition_penalty}: must be positive and finite; 1 is off")
+        if not all(math.isfinite(bias) for _, bias in self.logit_bias):
+            raise UserError("logit_bias: every bias must be finite; -100 is enough to ban a token")
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
     """The engine's only door: token ids in, token ids out.
 
-    `stream` names the random stream: (seed, stream, position in the context) decides each draw, so a result depends
-    neither on batch-mates nor on where a pause fell (law 18). `hold` asks the engine to remember the state when this
-    request stops, for a later request of the same id whose tokens extend it (the next turn).
+    stream       names the random stream: (seed, stream, position in the context) decides each draw, so a result
+                 depends neither on batch-mates nor on where a pause fell (law 18)
+    hold         remember the state when this request stops, for a later request of the same id whose tokens extend it
+    stop_texts   end when the completion's text contains one of these (the engine needs a decoder for it)
+    boundaries   how many tokens of the prompt each message ends at, ascending: where the prefix cache takes snapshots
+    top_logprobs how many of the most likely tokens are reported with their log-probs before the sampling transform
     """
 
     id: str
@@ -316,6 +339,9 @@ class Request:
     sampling: Sampling = Sampling()
     stream: str = ""
     hold: bool = False
+    stop_texts: tuple[str, ...] = ()
+    boundaries: tuple[int, ...] = ()
+    top_logprobs: int = 0
 
     def continued(self, completion: Completion) -> Request:
         """The request that finishes a paused completion; its budget shrinks by what was already written."""
@@ -325,7 +351,10 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What the engine wrote for one request. A stop token that was sampled is part of `tokens`."""
+    """What the engine wrote for one request. A stop token that was sampled is part of `tokens`, and so are the tokens
+    that complete a stop text. top_logprobs: (token id, raw log-prob) of the most likely tokens, a tuple a position,
+    where they were asked for. cached_tokens: how much of the prompt was remembered instead of computed.
+    """
 
     id: str
     tokens: tuple[int, ...]
@@ -333,64 +362,5 @@ class Completion:
     raw_logprobs: tuple[float, ...]
     finish_reason: FinishReason
     policy_version: int
-
-
-class Generator(Protocol):
-    """Something that turns Requests into Completions: the engine, or a fake in a test.
-
-    context: positions one request may fill, its tokens and max_tokens together.
-    """
-
-    version: int
-    context: int
-
-    def submit(self, request: Request) -> None: ...
-    def step(self) -> list[Completion]: ...
-    def pause(self) -> list[Completion]: ...
-    @property
-    def busy(self) -> bool: ...
-
-
-# ---------------------------------------------------------------- protocols
-
-
-@dataclass(frozen=True, slots=True)
-class RunResult:
-    """Outcome of running a program: exit status (negative: killed by that signal), and what it printed."""
-
-    status: int
-    stdout: str
-    stderr: str
-    timed_out: bool = False
-
-
-@runtime_checkable
-class Sandbox(Protocol):
-    """A place where tools act. `checkpoint` returns something JSON can carry; `restore` on the class undoes it."""
-
-    tools: tuple[Tool, ...]
-
-    def call(self, call: ToolCall) -> ToolResult: ...
-    def files(self) -> dict[str, str]: ...
-    def run_python(self, source: str, timeout_s: float = 2.0) -> RunResult: ...
-    def checkpoint(self) -> Any: ...
-    def close(self) -> None: ...
-
-
-class Reward(Protocol):
-    """Score of a finished attempt, usually in [0, 1]. `transcript` holds prompt, assistant and tool messages."""
-
-    def __call__(self, task: Task, transcript: Sequence[Message], sandbox: Sandbox | None) -> float: ...
-
-
-class TaskSource(Protocol):
-    """A family of tasks. `task` is a pure function of its arguments; train and held-out splits are disjoint."""
-
-    name: str
-    domain: str
-
-    def task(self, split: Literal["train", "heldout"], index: int, effort: str = "max") -> Task: ...
-
-    def demonstrate(self, task: Task) -> list[Message] | None:
-        """Assistant turns of a correct solution (tool results are filled in by really running the calls)."""
-        ...
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+    cached_tokens: int = 0

@@ -19,10 +19,12 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "nonet"
 FILES = sorted(p for p in PACKAGE.rglob("*.py") if "__pycache__" not in p.parts)
 
-OPEN = {"types", "config", "run", "progress"}  # importable from everywhere; import only types and config themselves
+# Importable from everywhere; import only types and config themselves.
+OPEN = {"types", "protocols", "config", "run", "progress"}
 ANY = {"*"}
 MAY_IMPORT: dict[str, set[str]] = {
     "types": set(),
+    "protocols": {"types"},
     "config": {"types"},
     "run": {"types", "config"},
     "progress": {"types", "config"},
@@ -47,7 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "bench": ANY,
     "cli": ANY,  # inside its verbs only
 }
-WITHOUT_TORCH = ("types", "config", "run", "progress", "chat", "wire", "tasks", "sandbox", "harness", "report")
+WITHOUT_TORCH = ("chat", "wire", "tasks", "sandbox", "harness", "report", *sorted(OPEN))
 # Run by path in a bare interpreter, it must put its own folder on the path: nonet/sandbox/job_server.py.
 SCRIPTS = {PACKAGE / "sandbox" / "job_server.py"}
 

@@ -14,8 +14,9 @@ from nonet.harness.episode import demonstration
 from nonet.lm.trainer import Row, losses
 from nonet.model import Model, ModelConfig, Rope
 from nonet.model.init import initialise
+from nonet.protocols import Sandbox, TaskSource
 from nonet.rl.setting import Setting, open_sandbox
-from nonet.types import Completion, Message, Request, Sandbox, Task, TaskSource
+from nonet.types import Completion, Message, Request, Task
 
 SHAPE = dict(d_model=32, d_ff=48, heads=4, init_std=0.25)
 HYBRID = dict(

@@ -20,10 +20,11 @@ from nonet.bench.workload import Prompt, Workload, hash_reward, questions, read_
 from nonet.chat import Tokenizer
 from nonet.model import Model, ModelConfig, Rope, hf
 from nonet.model.init import initialise
+from nonet.protocols import Reward
 from nonet.rl import Loop, RLConfig
 from nonet.rl.setting import Setting, Split
 from nonet.run import Run
-from nonet.types import HarnessSpec, Message, Reward, Task
+from nonet.types import HarnessSpec, Message, Task
 
 PAD, END, ASSISTANT = "<|pad|>", "<|end|>", "<|assistant|>"
 TEMPLATE = (

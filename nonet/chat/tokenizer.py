@@ -84,8 +84,7 @@ class Tokenizer:
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
-        """Every id that ends a completion: generation_config's (one or several), the tokenizer's EOS, the turn's end.
-        """
+        """Every id that ends a completion: generation_config's (one or several), the EOS token, the turn's end."""
         ids = self.generation.get("eos_token_id")  # id 0 is an id like any other
         found = set(ids if isinstance(ids, list) else [] if ids is None else [ids])
         eos = _token_text(self.config.get("eos_token"))

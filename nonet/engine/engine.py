@@ -12,7 +12,7 @@ weights, tokens and stream: the slow twin of the batched path (laws 8, 9, 17, 18
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -132,9 +132,13 @@ class Engine:
         logits_BW = self._forward(plan)
         return self._commit(plan, logits_BW)
 
-    def written(self, request_id: str) -> list[int]:
-        """What an unfinished request has written so far."""
-        return next((list(row.tokens) for row in self._active if row.request.id == request_id), [])
+    def written(self, request_id: str, since: int = 0) -> Completion | None:
+        """See protocols.Generator."""
+        if request_id not in self._in_flight:
+            return None
+        row = next((row for row in self._active if row.request.id == request_id), None)
+        lists = ((), (), ()) if row is None else (row.tokens, row.logprobs, row.raw_logprobs)
+        return Completion(request_id, *(tuple(x[since:]) for x in lists), "running", self.version)
 
     def run(self) -> list[Completion]:
         """Step until nothing is left."""
@@ -155,15 +159,17 @@ class Engine:
         return sorted(partial, key=lambda c: arrival[c.id])
 
     @torch.inference_mode()
-    def abort(self, request_id: str) -> None:
-        """Forget a request wherever it is."""
+    def abort(self, request_id: str) -> Completion | None:
+        """End a request wherever it is; what was held for its id is forgotten too."""
+        written = self.written(request_id)
         self._in_flight.pop(request_id, None)
         self._waiting = deque(r for r in self._waiting if r.id != request_id)
         self._held.pop(request_id, None)
         for i, row in enumerate(self._active):
             if row.request.id == request_id:
                 self._remove([i])
-                return
+                break
+        return None if written is None else replace(written, finish_reason="aborted")
 
     def load(self, version: int) -> None:
         """The shared model's weights are now `version`. Nothing may be in flight; held states are dropped."""

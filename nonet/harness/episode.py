@@ -13,7 +13,8 @@ from typing import Any
 from nonet.chat import Tokenizer
 from nonet.harness.spec import system_text
 from nonet.harness.syntax import parse_assistant, render_assistant
-from nonet.types import HarnessSpec, Message, Sandbox, Segment, Task, ToolResult, Trajectory
+from nonet.protocols import Sandbox
+from nonet.types import HarnessSpec, Message, Segment, Task, ToolResult, Trajectory
 
 OpenSandbox = Callable[[Task, Any], Sandbox | None]
 

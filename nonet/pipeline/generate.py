@@ -21,7 +21,8 @@ def stream(
     shown, ids = "", []
     while engine.busy:
         done = engine.step()
-        ids = list(done[0].tokens) if done else engine.written("generate")
+        completion = done[0] if done else engine.written("generate")
+        ids = list(completion.tokens) if completion else []
         text = tokenizer.decode(ids[:-1] if ids[-1] in tokenizer.stop_ids else ids)
         if not done and text.endswith("\ufffd"):
             continue

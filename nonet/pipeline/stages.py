@@ -26,12 +26,13 @@ from nonet.lm.trainer import train as train_lm
 from nonet.model import Model, hf
 from nonet.model.init import initialise
 from nonet.pipeline.recipe import Recipe
+from nonet.protocols import TaskSource
 from nonet.rl.evaluate import eval_event, evaluate, gain, rewards_by_task
 from nonet.rl.loop import Loop
 from nonet.rl.record import trajectory_record
 from nonet.rl.setting import Setting, open_sandbox
 from nonet.run import Run, write_atomic
-from nonet.types import TaskSource, UserError
+from nonet.types import UserError
 
 # Demonstrations come from train indices that RL never reaches, so its prompts are new to the policy.
 DEMONSTRATIONS_FROM = 10_000_000

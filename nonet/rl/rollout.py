@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from nonet.harness import Episode
-from nonet.types import Completion, Generator, Request, Sampling, Segment, Trajectory, UserError
+from nonet.protocols import Generator
+from nonet.types import Completion, Request, Sampling, Segment, Trajectory, UserError
 
 OpenEpisode = Callable[[Trajectory], Episode]
 Score = Callable[[Trajectory, Episode], None]

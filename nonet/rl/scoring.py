@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable, Mapping
 
 from nonet.harness import Episode
-from nonet.types import Reward, Task, Trajectory
+from nonet.protocols import Reward
+from nonet.types import Task, Trajectory
 
 
 def scorer(rewards: Callable[[Task], Mapping[str, Reward]]) -> Callable[[Trajectory, Episode], None]:

@@ -13,9 +13,10 @@ from typing import Any, Literal
 from nonet.chat import Tokenizer
 from nonet.harness import Episode
 from nonet.ops.rng import stream_key
+from nonet.protocols import Reward, Sandbox, TaskSource
 from nonet.sandbox import LocalSandbox
 from nonet.tasks import load_reward
-from nonet.types import HarnessSpec, Reward, Sandbox, Task, TaskSource, Trajectory, UserError
+from nonet.types import HarnessSpec, Task, Trajectory, UserError
 
 Split = Literal["train", "heldout"]
 

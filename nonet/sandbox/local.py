@@ -11,9 +11,10 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from nonet.protocols import RunResult
 from nonet.sandbox import tool_specs, tree, workspace
 from nonet.sandbox.python_runner import run_python
-from nonet.types import RunResult, SandboxRecipe, ToolCall, ToolResult, UserError
+from nonet.types import SandboxRecipe, ToolCall, ToolResult, UserError
 
 RESULT_LIMIT = 4000  # characters of a tool result before it is cut
 PROGRAM_TIMEOUT_S = 2.0

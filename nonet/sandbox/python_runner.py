@@ -20,8 +20,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from nonet.protocols import RunResult
 from nonet.sandbox import frames, tree, workspace
-from nonet.types import RunResult, UserError
+from nonet.types import UserError
 
 SERVER = Path(__file__).with_name("job_server.py")
 GRACE_S = 5.0  # beyond a job's own timeout before the server itself is given up

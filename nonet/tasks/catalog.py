@@ -19,9 +19,10 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from nonet.protocols import TaskSource
 from nonet.tasks import agents, coding, general
 from nonet.tasks.source import Generated, Mixture
-from nonet.types import TaskSource, UserError
+from nonet.types import UserError
 
 BUILT_IN: dict[str, type[Generated]] = {
     source.name: source for source in (*general.SOURCES, *agents.SOURCES, *coding.SOURCES)

@@ -10,9 +10,10 @@ import inspect
 from collections.abc import Iterable
 from typing import Any, cast
 
+from nonet.protocols import TaskSource
 from nonet.tasks import attribute
 from nonet.tasks.fixed import FixedSource, entry_of
-from nonet.types import TaskSource, UserError
+from nonet.types import UserError
 
 PARTS = ("name", "domain", "task", "demonstrate")
 

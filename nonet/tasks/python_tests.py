@@ -13,8 +13,9 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
+from nonet.protocols import Sandbox
 from nonet.sandbox import run_python
-from nonet.types import Message, Sandbox, Task, UserError
+from nonet.types import Message, Task, UserError
 
 TIMEOUT_S = 1.0
 BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)

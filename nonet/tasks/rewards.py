@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from decimal import Decimal
 from typing import Any, cast
 
+from nonet.protocols import Reward, Sandbox
 from nonet.tasks import attribute
 from nonet.tasks.python_tests import python_tests
-from nonet.types import Message, Reward, Sandbox, Task, UserError
+from nonet.types import Message, Task, UserError
 
 NUMBER = re.compile(r"[+-]?\d{1,60}(\.\d{1,60})?")
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)

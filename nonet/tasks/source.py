@@ -17,7 +17,8 @@ from hashlib import blake2b
 from random import Random
 from typing import Any, Literal, get_args
 
-from nonet.types import EFFORTS, Message, SandboxRecipe, Task, TaskSource, UserError
+from nonet.protocols import TaskSource
+from nonet.types import EFFORTS, Message, SandboxRecipe, Task, UserError
 
 Split = Literal["train", "heldout"]
 SPLITS: tuple[Split, ...] = get_args(Split)

@@ -311,11 +311,32 @@ def test_every_request_gets_exactly_its_budget_whatever_the_batch(max_batch):
 def test_what_is_written_so_far_can_be_read_while_it_is_written():
     engine, seen = Engine(tiny.model()), []
     engine.submit(request(max_tokens=4))
-    assert engine.written("r") == []
+    assert engine.written("r") == Completion("r", (), (), (), "running", 0)
     while not (done := engine.step()):
         seen.append(engine.written("r"))
-    assert seen == [list(done[0].tokens[: n + 1]) for n in range(3)]
-    assert engine.written("r") == engine.written("unknown") == []
+    assert [w.tokens for w in seen] == [done[0].tokens[: n + 1] for n in range(3)]
+    assert [w.logprobs for w in seen] == [done[0].logprobs[: n + 1] for n in range(3)]
+    assert engine.written("r") is None and engine.written("unknown") is None
+
+
+def test_what_is_written_since_a_position():
+    engine = Engine(tiny.model())
+    engine.submit(request(max_tokens=6))
+    for _ in range(4):
+        engine.step()
+    whole, rest = engine.written("r"), engine.written("r", 3)
+    assert rest.tokens == whole.tokens[3:] and rest.raw_logprobs == whole.raw_logprobs[3:] and len(rest.tokens) == 1
+
+
+def test_an_aborted_request_says_what_it_wrote():
+    engine = Engine(tiny.model())
+    engine.submit(request(max_tokens=6))
+    for _ in range(3):
+        engine.step()
+    written, ended = engine.written("r"), engine.abort("r")
+    assert ended is not None and ended.finish_reason == "aborted"
+    assert (ended.tokens, ended.logprobs) == (written.tokens, written.logprobs) and len(ended.tokens) == 3
+    assert engine.abort("r") is None and not engine.busy
 
 
 def test_decode_steps_are_counted():

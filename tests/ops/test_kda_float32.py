@@ -134,7 +134,7 @@ def test_gradients(form: Form, gates: str, keys: str, T: int):
     args = case(T, gates, keys)
     found, wanted = gradients(form, args), gradients(kda_recurrent, [x.double() for x in args])
     for name, a, b in zip(("q", "k", "v", "g", "beta", "state"), found, wanted, strict=True):
-            assert error([a], [b]) <= GRADIENT, name
+        assert error([a], [b]) <= GRADIENT, name
 
 
 @needs_native

@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nonet.protocols import Sandbox
 from nonet.sandbox import TOOLS, LocalSandbox, tree
 from nonet.sandbox.local import RESULT_LIMIT
 from nonet.sandbox.workspace import base_directory
-from nonet.types import Sandbox, SandboxRecipe, ToolCall, ToolResult, UserError
+from nonet.types import SandboxRecipe, ToolCall, ToolResult, UserError
 
 FILES = {"a": "fig", "b": "oak elm", "c/d": "1\n2"}
 ALL = tuple(TOOLS)

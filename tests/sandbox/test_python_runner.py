@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from nonet.protocols import RunResult
 from nonet.sandbox import isolation, python_runner, run_python
 from nonet.sandbox.python_runner import PythonRunner
-from nonet.types import RunResult, UserError
+from nonet.types import UserError
 
 TIMEOUT = 0.5
 
