@@ -137,8 +137,10 @@ class Engine:
         if request_id not in self._in_flight:
             return None
         row = next((row for row in self._active if row.request.id == request_id), None)
-        lists = ((), (), ()) if row is None else (row.tokens, row.logprobs, row.raw_logprobs)
-        return Completion(request_id, *(tuple(x[since:]) for x in lists), "running", self.version)
+        if row is None:
+            return Completion(request_id, (), (), (), "running", self.version)
+        logprobs, raw = tuple(row.logprobs[since:]), tuple(row.raw_logprobs[since:])
+        return Completion(request_id, tuple(row.tokens[since:]), logprobs, raw, "running", self.version)
 
     def run(self) -> list[Completion]:
         """Step until nothing is left."""
