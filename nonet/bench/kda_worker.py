@@ -95,8 +95,8 @@ class Work:
 
     def step_ways(self, B: int) -> dict[str, Callable[[], Any]]:
         """C as the engine's decode loop drives it, over tensors that stay; C through `kda_step_`; torch."""
-        case = self.steps[B]
-        prepared = step_call(*case)
+        q, k, v, g, beta, S = self.steps[B]
+        prepared = step_call(q, k, v, g, beta, S)
         assert prepared is not None
         run, words, o = prepared
 
@@ -106,8 +106,8 @@ class Work:
 
         return {
             "native": again,
-            "called": lambda: kda_step_(*case),
-            "torch": lambda: kda_step_(*case, native=False),
+            "called": lambda: kda_step_(q, k, v, g, beta, S),
+            "torch": lambda: kda_step_(q, k, v, g, beta, S, native=False),
         }
 
     def _step_case(self, B: int) -> list[Tensor]:
