@@ -46,14 +46,20 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
+    """id: what a result refers to it by, in formats and templates that have such names."""
+
     name: str
     arguments: Mapping[str, Any]
+    id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
+    """call: id of the ToolCall it answers, where there is one."""
+
     text: str
     error: bool = False
+    call: str = ""
 
 
 Part = Text | Reasoning | ToolCall | ToolResult

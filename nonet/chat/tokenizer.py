@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -99,7 +99,7 @@ class Tokenizer:
     @cached_property
     def turn_end(self) -> int:
         """The control token the template puts after an assistant's words."""
-        _, _, after = self._fill([*_PROBE], False).rpartition(_PROBE[-1]["content"])
+        _, _, after = self.fill(_PROBE, False).rpartition(_PROBE[-1]["content"])
         for match in re.finditer(self._special_pattern, after):
             return self.special[match.group()]
         raise UserError(f"{self.directory}: the chat template ends an assistant turn without a control token")
@@ -110,18 +110,18 @@ class Tokenizer:
         file = self.directory / "chat_template.jinja"
         return file.read_text() if text is None and file.exists() else text
 
-    def prompt(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Ids of a conversation, ready for the assistant to speak. messages: [{"role": ..., "content": ...}, ...]."""
-        return self._encode_marked(self._fill([self._marked(m) for m in messages], True))
+        return self.encode_filled(self.fill(messages, True))
 
-    def continuation(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def continuation(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Ids that follow a finished assistant turn (its end token included) when `messages` come next.
 
         Found by filling the template twice around a probe conversation; a template that rewrites history when new
         messages arrive has no such ids, and is refused.
         """
-        before = self._fill([*_PROBE], False)
-        after = self._fill([*_PROBE, *(self._marked(m) for m in messages)], True)
+        before = self.fill(_PROBE, False)
+        after = self.fill([*_PROBE, *messages], True)
         end = next(text for text, i in self.special.items() if i == self.turn_end)
         cut = before.rfind(end) + len(end)
         if not after.startswith(before[:cut]):
@@ -129,7 +129,7 @@ class Tokenizer:
                 f"{self.directory}: the chat template rewrites earlier turns when a message is added, "
                 "so sampled tokens could not be kept; use a template whose history is append-only"
             )
-        return self._encode_marked(after[cut:])
+        return self.encode_filled(after[cut:])
 
     # --------------------------------------------------------------- filling
 
@@ -142,28 +142,41 @@ class Tokenizer:
         environment.filters["tojson"] = lambda x, indent=None: json.dumps(x, ensure_ascii=False, indent=indent)
         return environment.from_string(self.template)
 
-    def _fill(self, messages: Iterable[Mapping[str, str]], generate: bool) -> str:
-        tokens = {k: _token_text(self.config.get(k)) or "" for k in ("bos_token", "eos_token", "pad_token")}
+    def fill(
+        self, messages: Sequence[Mapping[str, Any]], generate: bool, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
+        """The filled template, for `encode_filled`: control tokens spelled in messages and tools are set between marks.
+
+        tools: [{"type": "function", "function": {"name", "description", "parameters"}}, ...].
+        """
+        values: dict[str, Any] = {k: _token_text(self.config.get(k)) or "" for k in _NAMED_TOKENS}
+        values |= {"messages": self._marked(list(messages)), "tools": self._marked(list(tools)) or None}
         try:
-            return self._compiled.render(messages=list(messages), add_generation_prompt=generate, **tokens)
-        except jinja2.TemplateError as e:
+            return self._compiled.render(**values, add_generation_prompt=generate)
+        # A template is somebody's program: whatever it raises on these messages is its way to refuse them.
+        except Exception as e:
             raise UserError(f"{self.directory}: the chat template refused the conversation: {e}") from e
 
-    @cached_property
-    def _special_pattern(self) -> str:
-        return "|".join(re.escape(t) for t in sorted(self.special, key=len, reverse=True)) or r"(?!)"
-
-    def _marked(self, message: Mapping[str, str]) -> dict[str, str]:
-        content = message["content"].replace(_MARK, "")
-        return {**message, "content": re.sub(self._special_pattern, _MARK + r"\g<0>" + _MARK, content)}
-
-    def _encode_marked(self, text: str) -> list[int]:
+    def encode_filled(self, text: str) -> list[int]:
+        """Token ids of `fill`'s text or a piece of it; what stands between marks is ordinary characters."""
         if _MARK not in text:
             return self.encode(text)
         ids: list[int] = []
         for i, piece in enumerate(text.split(_MARK)):
             ids += self.encode_literal(piece) if i % 2 else self.encode(piece)
         return ids
+
+    @cached_property
+    def _special_pattern(self) -> str:
+        return "|".join(re.escape(t) for t in sorted(self.special, key=len, reverse=True)) or r"(?!)"
+
+    def _marked(self, value: Any) -> Any:
+        """The same JSON-like value with every string in it marked, keys too."""
+        if isinstance(value, str):
+            return re.sub(self._special_pattern, _MARK + r"\g<0>" + _MARK, value.replace(_MARK, ""))
+        if isinstance(value, Mapping):
+            return {self._marked(k): self._marked(v) for k, v in value.items()}
+        return [self._marked(v) for v in value] if isinstance(value, list | tuple) else value
 
     def _id_of(self, text: str, field: str) -> int:
         found = self.core.token_to_id(text)
@@ -172,6 +185,7 @@ class Tokenizer:
         return found
 
 
+_NAMED_TOKENS = ("bos_token", "eos_token", "pad_token")
 _PROBE = ({"role": "user", "content": "probe question"}, {"role": "assistant", "content": "probe answer"})
 
 
