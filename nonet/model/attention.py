@@ -182,16 +182,25 @@ class MLA(nn.Module):
         return (o_HNR @ w_v.transpose(1, 2)).view(H, B, T, -1).transpose(0, 1)
 
 
-def cached(cache_BHLx: Tensor, new_BHTx: Tensor, span: Span) -> Tensor:
-    """Write new entries into their slots. Returns what attention reads: the cache in use, or just the new if fresh."""
-    assert span.slots_BT is not None
-    if span.real_N is not None:
-        rows_N, columns_N = span.real_N
-        cache_BHLx[rows_N, :, span.slots_BT[rows_N, columns_N]] = new_BHTx[rows_N, :, columns_N].to(cache_BHLx.dtype)
-    else:
-        rows_B1 = torch.arange(len(new_BHTx), device=new_BHTx.device).unsqueeze(1)
-        cache_BHLx[rows_B1, :, span.slots_BT] = new_BHTx.transpose(1, 2).to(cache_BHLx.dtype)
-    return new_BHTx if span.mask_B1TL is None else cache_BHLx[:, :, : span.used]
+def cached(pool_PGSx: Tensor, new_BGTx: Tensor, span: Span) -> Tensor:
+    """Write new entries into their pages (S positions each). Returns what attention reads, [B, G, L, x]: the pages of
+    each row, or just the new entries if fresh.
+    """
+    assert span.places_N is not None
+    new_NGx = new_BGTx.transpose(1, 2).flatten(0, 1)
+    page_N, offset_N = span.places_N
+    pool_PGSx[page_N, :, offset_N] = (new_NGx if span.real_N is None else new_NGx[span.real_N]).to(pool_PGSx.dtype)
+    return new_BGTx if span.table_BP is None else read(pool_PGSx, span)
+
+
+def read(pool_PGSx: Tensor, span: Span) -> Tensor:
+    """The pages of each row end to end, [B, G, L, x]; no copy where they lie that way and G is 1."""
+    assert span.table_BP is not None
+    if isinstance(span.slots, slice):
+        rows_BPGSx = pool_PGSx.unflatten(0, (-1, span.row_pages))[span.slots, : span.table_BP.shape[1]]
+        return rows_BPGSx.transpose(1, 2).flatten(2, 3)
+    heads_G1 = torch.arange(pool_PGSx.shape[1], device=pool_PGSx.device).unsqueeze(1)
+    return pool_PGSx[span.table_BP.unsqueeze(1), heads_G1].flatten(2, 3)
 
 
 def rotate(x_BTHK: Tensor, cos_BT1K: Tensor, sin_BT1K: Tensor) -> Tensor:

@@ -45,12 +45,13 @@ class KDA(nn.Module):
 
     def forward(self, x_BTD: Tensor, span: Span, state: dict | None) -> Tensor:
         starts = None if span.documents is None else span.documents.starts
+        tail_BPX = None if state is None else state["tail"][span.slots]
         where = {"starts": starts, "counts": span.counts_B}
         convolutions = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
         q, k, v, g, beta, tail = kda_prologue(
             (self.q_proj(x_BTD), self.k_proj(x_BTD), self.v_proj(x_BTD)),
             (convolutions[0].weight[:, 0], convolutions[1].weight[:, 0], convolutions[2].weight[:, 0]),
-            None if state is None else state["tail"],
+            tail_BPX,
             None if self.decay == "none" else self.f_b_proj(self.f_a_proj(x_BTD)),
             self.b_proj(x_BTD),
             self.A_log,
@@ -61,7 +62,7 @@ class KDA(nn.Module):
         if state is None:
             o = kda(q, k, v, g, beta, None, self.floor, **where)[0]
         else:
-            state["tail"].copy_(tail)
+            state["tail"][span.slots] = tail
             o = self._extend(q, k, v, g, beta, state["matrix"], span)
         gate = self.g_b_proj(self.g_a_proj(x_BTD)) if self.low_rank else self.g_proj(x_BTD)
         return self.o_proj(kda_epilogue(o, gate, self.o_norm.weight, self.o_norm.eps))
@@ -71,9 +72,13 @@ class KDA(nn.Module):
         """What g never falls below; None: nothing stops it (Kimi-Linear)."""
         return None if self.decay == "softplus" else self.lower
 
-    def _extend(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, matrix: Tensor, span: Span) -> Tensor:
+    def _extend(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, pool: Tensor, span: Span) -> Tensor:
+        """Advance the rows' matrices, pool[span.slots]: in place where that is a view."""
+        matrix = pool[span.slots]
         if q.shape[1] == 1 and span.counts_B is None:
-            return kda_step_(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], matrix).unsqueeze(1)
-        o, after = kda(q, k, v, g, beta, matrix, self.floor, counts=span.counts_B)
-        matrix.copy_(after)
+            o = kda_step_(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], matrix).unsqueeze(1)
+            if not isinstance(span.slots, slice):
+                pool[span.slots] = matrix
+            return o
+        o, pool[span.slots] = kda(q, k, v, g, beta, matrix, self.floor, counts=span.counts_B)
         return o

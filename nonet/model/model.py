@@ -24,7 +24,7 @@ from nonet.model.ffn import FFN, RMSNorm
 from nonet.model.kda import KDA
 from nonet.model.moe import MoE
 from nonet.model.span import Documents, Span
-from nonet.model.state import SequenceState
+from nonet.model.state import PAGE, SequenceState
 
 
 class Block(nn.Module):
@@ -159,19 +159,17 @@ class Model(nn.Module):
         if state is None:
             return Span(steps_T.unsqueeze(0), valid, counts_B, rotation=self.rotation(steps_T.unsqueeze(0)))
         positions_BT = state.lengths_B[:, None] + steps_T
-        longest = int(state.lengths_B.max()) + T
-        ends = state.lengths_B + (T if counts_B is None else counts_B)
-        if int(ends.max()) > state.capacity:
-            raise ValueError(f"state has room for {state.capacity} positions, this call needs {int(ends.max())}")
-        # Padding writes to the slot of its own position, which the row's next real token overwrites before anything can
-        # look at it; where there is no such slot, only real tokens are written.
-        slots = positions_BT.clamp(max=state.capacity - 1)
-        real = valid.nonzero(as_tuple=True) if valid is not None and longest > state.capacity else None
-        span = Span(positions_BT, valid, counts_B, slots, real, rotation=self.rotation(positions_BT))
-        if longest > T:
-            span.used = min(longest, state.capacity)
-            slots_L = torch.arange(span.used, device=device)
-            span.mask_B1TL = (slots_L <= positions_BT[:, :, None]).unsqueeze(1)
+        end = int((state.lengths_B + (T if counts_B is None else counts_B)).max())
+        if end > state.capacity:
+            raise ValueError(f"state has room for {state.capacity} positions, this call needs {end}")
+        span = Span(positions_BT, valid, counts_B, rotation=self.rotation(positions_BT))
+        span.real_N = None if valid is None else valid.flatten().nonzero()[:, 0]
+        span.places_N = state.places(positions_BT, span.real_N)
+        span.slots, span.row_pages = state.slots, state.table_BP.shape[1]
+        if int(state.lengths_B.max()):
+            span.table_BP = state.table_BP[:, : -(-end // PAGE)]
+            read_L = torch.arange(span.table_BP.shape[1] * PAGE, device=device)
+            span.mask_B1TL = (read_L <= positions_BT[:, :, None]).unsqueeze(1)
         return span
 
     def rotation(self, positions_BT: Tensor) -> tuple[Tensor, Tensor] | None:

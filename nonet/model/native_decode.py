@@ -30,7 +30,7 @@ _POINTERS = (
     *("g", "g_a", "f_a", "f_b", "beta", "decay", "dt", "q_conv", "k_conv", "v_conv", "o_norm"),
     *("q_a", "q_a_norm", "q_bb", "kv_a", "kv_a_norm", "kv_b"),
     *("router", "bias", "w1", "w3", "w2", "latent_down", "latent_up", "latent_norm"),
-    *("mix1", "mix1_norm", "mix2", "mix2_norm", "cache", "cache2"),
+    *("mix1", "mix1_norm", "mix2", "mix2_norm", "pool", "pool2"),
 )
 _SIZES = (
     *("layers", "D", "situ", "W", "H", "residual", "G", "K", "KK", "kernel", "rank", "gate_rank", "softplus"),
@@ -51,6 +51,13 @@ class _Model(ctypes.Structure):
         *((name, ctypes.c_int64) for name in _SIZES),
         *((name, ctypes.c_float) for name in ("eps", "mla_eps", "b1", "b2", "lower", "scale")),
         *((name, ctypes.c_void_p) for name in ("norm", "head", "mix", "mix_norm")),
+    ]
+
+
+class _Rows(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("B", "width")),
+        *((name, ctypes.c_void_p) for name in ("lengths", "tables", "slots", "cos", "sin")),
     ]
 
 
@@ -79,19 +86,22 @@ class NativeDecoder:
         self._remember(state)
         x_BD = model.embed_tokens(tokens_B1[:, 0]).contiguous()
         logits_BW = x_BD.new_empty(len(x_BD), model.config.vocab_size)
-        turned = model.rotation(state.lengths_B[:, None])
-        cos, sin = (None, None) if turned is None else (t.contiguous().data_ptr() for t in turned)
-        lengths, B, capacity = state.lengths_B.data_ptr(), state.batch, state.capacity
-        room = scratch_floats(model.config, capacity)
-        pointers = map(ctypes.c_void_p, (x_BD.data_ptr(), lengths))
-        turns = map(ctypes.c_void_p, (cos, sin, logits_BW.data_ptr()))
-        sizes = (ctypes.c_int64(B), ctypes.c_int64(capacity))
+        table, slots, turned = state.table_BP.contiguous(), state.slot_B.contiguous(), self._rotation(state)
+        addresses = (state.lengths_B.data_ptr(), table.data_ptr(), slots.data_ptr(), *(t.data_ptr() for t in turned))
+        rows = _Rows(state.batch, table.shape[1], *addresses)
+        room = scratch_floats(model.config, state.capacity)
         limits = (ctypes.c_int64(room), ctypes.c_int64(torch.get_num_threads()))
-        failed = self._step(ctypes.byref(self._model), self._layers, *pointers, *sizes, *turns, *limits)
+        x, logits = ctypes.c_void_p(x_BD.data_ptr()), ctypes.c_void_p(logits_BW.data_ptr())
+        failed = self._step(ctypes.byref(self._model), self._layers, x, ctypes.byref(rows), logits, *limits)
         if failed:
             raise MemoryError(f"decode_step: no memory for {room} floats of scratch a thread")
         state.lengths_B += 1
         return logits_BW
+
+    def _rotation(self, state: SequenceState) -> tuple[Tensor, ...]:
+        """cos and signed sin of each row's next position; nothing in a model without rotary positions."""
+        turned = self.model.rotation(state.lengths_B[:, None])
+        return () if turned is None else (turned[0].contiguous(), turned[1].contiguous())
 
     def refresh(self) -> None:
         """The weights have changed, perhaps behind torch's back (through .data or numpy)."""
@@ -118,8 +128,8 @@ class NativeDecoder:
 
     def _remember(self, state: SequenceState) -> None:
         for layer, memory in zip(self._layers, state.layers, strict=True):
-            caches = [t.data_ptr() for t in memory.values()]
-            layer.cache, layer.cache2 = caches[0], caches[-1]
+            pools = [t.data_ptr() for t in memory.values()]
+            layer.pool, layer.pool2 = pools[0], pools[-1]
 
 
 def _known(c: ModelConfig) -> bool:

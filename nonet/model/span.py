@@ -40,9 +40,11 @@ class Span:
 
     positions_BT   absolute position of each token
     valid_BT       False on right padding (None: everything is real)
-    slots_BT       cache slot to write to
-    real_N         (rows, columns) of the only tokens to write (None: all, padding included)
-    mask_B1TL      True where a query may look, over the L cached slots in use (None: fresh and causal)
+    real_N         indices of the real tokens in the flattened batch (None: all)
+    places_N       page, and position in it, where the entry of each real token goes (None: nothing is kept)
+    table_BP       pages to read, in order (None: fresh, nothing to read)
+    slots          KDA slots of the rows: a slice where rows lie end to end, each in row_pages pages
+    mask_B1TL      True where a query may look, over the positions of table_BP (None: fresh and causal)
     documents      of a packed row (None: every row is one sequence)
     rotation       cos and signed sin of the positions (None: a model without rotary positions)
     """
@@ -50,10 +52,12 @@ class Span:
     positions_BT: Tensor | None
     valid_BT: Tensor | None
     counts_B: Tensor | None
-    slots_BT: Tensor | None = None
-    real_N: tuple[Tensor, ...] | None = None
+    real_N: Tensor | None = None
+    places_N: tuple[Tensor, Tensor] | None = None
+    table_BP: Tensor | None = None
+    slots: Tensor | slice | None = None
+    row_pages: int = 0
     mask_B1TL: Tensor | None = None
-    used: int = 0
     documents: Documents | None = None
     rotation: tuple[Tensor, Tensor] | None = None
 

@@ -1,18 +1,20 @@
-"""SequenceState: what a model remembers of B sequences after n tokens each, under one policy version.
+"""What a model remembers of its sequences: pools of memory, and rows of sequences into them.
 
-Three kinds of layer memory, all with the sequence first so that rows can be selected, copied and packed:
+A `Memory` holds one pool for every layer. Attention keeps one entry per position, PAGE positions a page; KDA keeps one
+matrix per sequence, in a slot:
 
-    gqa   k, v        [B, H, L, K]    one slot per cached position
-    mla   latent      [B, L, R]       compressed keys and values, one slot per cached position
-    kda   matrix      [B, H, K, V]    the delta-rule state;   tail [B, kernel-1, 3*H*K]  the convolutions' last inputs
+    gqa   k, v      [P, G, 16, K]    keys and values of each key head
+    mla   latent    [P, 16, R]       compressed keys and values
+    kda   matrix    [N, H, K, V]     the delta-rule state;   tail [N, kernel-1, 3*H*K]  the convolutions' last inputs
 
-`lengths_B` says how many positions of each row are filled; slots beyond it hold garbage that masks never let through.
-Forward passes update a state in place. `rows` gives a view, `select` an independent copy.
+A page is the same number in every layer, and so is a slot. A `SequenceState` of B sequences is addresses only: which
+pages, in order, which slot, how many positions. Forward passes update it in place. What lies behind `lengths_B` is
+garbage that masks never let through; a slot that starts a sequence must be zero.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,95 +22,158 @@ from torch import Tensor
 
 from nonet.model.config import ModelConfig
 
-# Memories with one slot per position, and the dimension that counts the slots.
-PAGED = {"k": 2, "v": 2, "latent": 1}
+PAGE = 16  # positions; also the block the prefix cache hashes and the chunk KDA computes in
+_BY_PAGE = ("k", "v", "latent")
+
+
+class Memory:
+    """Pools of `pages` pages and `slots` slots; who uses which is the owner's business."""
+
+    def __init__(
+        self, config: ModelConfig, pages: int, slots: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ):
+        self.config, self.dtype = config, dtype
+        self.pages, self.slots = pages, slots
+        self.layers: list[dict[str, Tensor]] = []
+        for mixer in config.layer_mixers:
+            self.layers.append(
+                {name: torch.zeros(shape, dtype=dtype, device=device) for name, shape in self._shapes(config, mixer)}
+            )
+
+    def _shapes(self, c: ModelConfig, mixer: str) -> list[tuple[str, tuple[int, ...]]]:
+        if mixer == "gqa":
+            shape = (self.pages, c.gqa_kv_heads, PAGE, c.gqa_head_dim)
+            return [("k", shape), ("v", shape)]
+        if mixer == "mla":
+            return [("latent", (self.pages, PAGE, c.kv_lora_rank + c.qk_rope_head_dim))]
+        K = c.kda_head_dim
+        tail = (self.slots, c.conv_kernel - 1, 3 * c.kda_width)
+        return [("matrix", (self.slots, c.heads, K, K)), ("tail", tail)]
+
+    @property
+    def bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for layer in self.layers for t in layer.values())
+
+    def grow(self, pages: int, slots: int) -> None:
+        """More room; pages and slots keep their numbers and what is in them, new ones are zero."""
+        for layer in self.layers:
+            for name, old in layer.items():
+                count = pages if name in _BY_PAGE else slots
+                if count > len(old):
+                    layer[name] = old.new_zeros(count, *old.shape[1:])
+                    layer[name][: len(old)] = old
+        self.pages, self.slots = max(pages, self.pages), max(slots, self.slots)
+
+    def copy_page(self, source: int, target: int) -> None:
+        for layer in self.layers:
+            for name in layer.keys() & _BY_PAGE:
+                layer[name][target] = layer[name][source]
+
+    def copy_slot(self, source: int, target: int) -> None:
+        for layer in self.layers:
+            for name in layer.keys() - _BY_PAGE:
+                layer[name][target] = layer[name][source]
+
+    def clear_slot(self, slot: int) -> None:
+        """As before the first position."""
+        for layer in self.layers:
+            for name in layer.keys() - _BY_PAGE:
+                layer[name][slot] = 0
 
 
 @dataclass
 class SequenceState:
-    layers: list[dict[str, Tensor]]
+    """table_BP   pages of each row in order; unused entries name any page that exists
+    slot_B     the KDA slot of each row
+    lengths_B  how many positions each row has filled
+    dense      the memory is exactly its rows, row n in slot n and the n-th run of pages: read without gathering
+    """
+
+    memory: Memory
+    table_BP: Tensor
+    slot_B: Tensor
     lengths_B: Tensor
-    capacity: int
+    dense: bool = False
 
     @staticmethod
     def new(
         config: ModelConfig, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str = "cpu"
     ) -> SequenceState:
-        """An empty state for `batch` sequences with room for `capacity` positions each."""
-
-        def make(*shape: int) -> Tensor:
-            return torch.zeros(batch, *shape, dtype=dtype, device=device)
-
-        layers: list[dict[str, Tensor]] = []
-        for mixer in config.layer_mixers:
-            if mixer == "gqa":
-                shape = (config.gqa_kv_heads, capacity, config.gqa_head_dim)
-                layers.append({"k": make(*shape), "v": make(*shape)})
-            elif mixer == "mla":
-                layers.append({"latent": make(capacity, config.kv_lora_rank + config.qk_rope_head_dim)})
-            else:
-                K = config.kda_head_dim
-                layers.append(
-                    {"matrix": make(config.heads, K, K), "tail": make(config.conv_kernel - 1, 3 * config.kda_width)}
-                )
-        return SequenceState(layers, torch.zeros(batch, dtype=torch.long, device=device), capacity)
+        """An empty state for `batch` sequences in a memory of its own, `capacity` positions each (whole pages)."""
+        pages = -(-capacity // PAGE)
+        memory = Memory(config, batch * pages, batch, dtype, device)
+        rows = torch.arange(batch, device=device)
+        table_BP = torch.arange(batch * pages, device=device).view(batch, pages)
+        return SequenceState(memory, table_BP, rows, torch.zeros_like(rows), dense=True)
 
     @property
     def batch(self) -> int:
         return len(self.lengths_B)
 
     @property
+    def capacity(self) -> int:
+        return self.table_BP.shape[1] * PAGE
+
+    @property
+    def layers(self) -> list[dict[str, Tensor]]:
+        return self.memory.layers
+
+    @property
     def bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for layer in self.layers for t in layer.values())
+        """Of the whole memory it lies in."""
+        return self.memory.bytes
+
+    @property
+    def slots(self) -> Tensor | slice:
+        """What picks the rows' slots out of a pool: a slice, so a view, where they follow one another."""
+        if not self.dense:
+            return self.slot_B
+        first = int(self.slot_B[0])
+        return slice(first, first + self.batch)
+
+    def places(self, positions_BT: Tensor, real_N: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Page, and position in it, of positions in the flattened batch: of all, or of those at the indices real_N."""
+        B, T = positions_BT.shape
+        cells_N = torch.arange(B * T, device=positions_BT.device) if real_N is None else real_N
+        at_N = positions_BT.flatten()[cells_N]
+        return self.table_BP[cells_N // T, at_N // PAGE], at_N % PAGE
 
     def rows(self, start: int, stop: int) -> SequenceState:
-        """Sequences start..stop-1, sharing memory with this state."""
-        return self._map(lambda _, t: t[start:stop], self.lengths_B[start:stop])
+        """Sequences start..stop-1, the same memory; advancing one advances the other."""
+        parts = (t[start:stop] for t in (self.table_BP, self.slot_B, self.lengths_B))
+        return SequenceState(self.memory, *parts, dense=self.dense)
 
     def select(self, rows: Sequence[int]) -> SequenceState:
-        """A copy of some rows, in the order given."""
+        """A copy of some rows, in the order given, in a memory of its own."""
         index = torch.as_tensor(rows, dtype=torch.long, device=self.lengths_B.device)
-        return self._map(lambda _, t: t[index], self.lengths_B[index])
+        out = self._like(len(rows), self.table_BP.shape[1])
+        out.lengths_B[:] = self.lengths_B[index]
+        for mine, theirs in zip(out.layers, self.layers, strict=True):
+            for name, pool in theirs.items():
+                at = self.table_BP[index].flatten() if name in _BY_PAGE else self.slot_B[index]
+                mine[name].copy_(pool[at])
+        return out
 
     def write(self, at: int, other: SequenceState) -> None:
         """Copy all rows of `other` over rows at, at+1, ...; `other` may have less room, never more filled than fits."""
-        stop = at + other.batch
+        stop, P = at + other.batch, min(self.table_BP.shape[1], other.table_BP.shape[1])
         self.lengths_B[at:stop] = other.lengths_B
         for mine, theirs in zip(self.layers, other.layers, strict=True):
-            for name, source in theirs.items():
-                if name in PAGED:
-                    room = min(self.capacity, other.capacity)
-                    mine[name][at:stop].narrow(PAGED[name], 0, room).copy_(source.narrow(PAGED[name], 0, room))
+            for name, pool in theirs.items():
+                if name in _BY_PAGE:
+                    mine[name][self.table_BP[at:stop, :P]] = pool[other.table_BP[:, :P]]
                 else:
-                    mine[name][at:stop] = source
+                    mine[name][self.slot_B[at:stop]] = pool[other.slot_B]
 
     def move(self, source: int, target: int) -> None:
         """Copy one row over another."""
-        self.lengths_B[target] = self.lengths_B[source]
-        for layer in self.layers:
-            for tensor in layer.values():
-                tensor[target] = tensor[source]
+        self.write(target, self.rows(source, source + 1))
 
     def resized(self, batch: int, capacity: int) -> SequenceState:
         """A copy with other limits; rows and positions beyond them are dropped, new ones are zero."""
-        rows, room = min(batch, self.batch), min(capacity, self.capacity)
+        out = self._like(batch, -(-capacity // PAGE))
+        out.write(0, self.rows(0, min(batch, self.batch)))
+        return out
 
-        def copy(name: str, t: Tensor) -> Tensor:
-            shape = [batch, *t.shape[1:]]
-            if name not in PAGED:
-                out = t.new_zeros(shape)
-                out[:rows] = t[:rows]
-                return out
-            slots = PAGED[name]
-            shape[slots] = capacity
-            out = t.new_zeros(shape)
-            out[:rows].narrow(slots, 0, room).copy_(t[:rows].narrow(slots, 0, room))
-            return out
-
-        lengths = self.lengths_B.new_zeros(batch)
-        lengths[:rows] = self.lengths_B[:rows]
-        return SequenceState(self._map(copy, lengths).layers, lengths, capacity)
-
-    def _map(self, fn: Callable[[str, Tensor], Tensor], lengths: Tensor) -> SequenceState:
-        layers = [{name: fn(name, t) for name, t in layer.items()} for layer in self.layers]
-        return SequenceState(layers, lengths, self.capacity)
+    def _like(self, batch: int, pages: int) -> SequenceState:
+        return SequenceState.new(self.memory.config, batch, pages * PAGE, self.memory.dtype, self.lengths_B.device)

@@ -53,8 +53,8 @@ static void add(Stream *t, const float *y) {
   t->empty = 0;
 }
 
-static void block(const Model *m, const Layer *layers, float *x, I rows, I first, const I *lengths, I cap,
-                  const float *cos, const float *sin, float *logits, float *scratch) {
+static void block(const Model *m, const Layer *layers, float *x, I rows, I first, const Rows *where, float *logits,
+                  float *scratch) {
   I D = m->D, sources = m->residual ? (m->layers + m->residual - 1) / m->residual : 0;
   float *h = scratch, *seen = h + BLOCK * D, *y = seen + BLOCK * D, *banks = y + BLOCK * D;
   float *inverse = banks + sources * BLOCK * D, *s = inverse + sources * BLOCK;
@@ -64,9 +64,9 @@ static void block(const Model *m, const Layer *layers, float *x, I rows, I first
     const float *from = look(&t, l->mix1, l->mix1_norm, seen, s);
     for (I r = 0; r < rows; r++) rmsnorm(from + r * D, l->ln1, h + r * D, D, m->eps);
     if (m->residual && i % m->residual == 0) bank(&t);
-    if (l->kind == GQA) gqa(m, l, h, rows, first, lengths, cap, cos, sin, y, s);
-    if (l->kind == KDA) kda(m, l, h, rows, first, y, s);
-    if (l->kind == MLA) mla(m, l, h, rows, first, lengths, cap, y, s);
+    if (l->kind == GQA) gqa(m, l, h, rows, first, where, y, s);
+    if (l->kind == KDA) kda(m, l, h, rows, first, where, y, s);
+    if (l->kind == MLA) mla(m, l, h, rows, first, where, y, s);
     add(&t, y);
     from = look(&t, l->mix2, l->mix2_norm, seen, s);
     for (I r = 0; r < rows; r++) rmsnorm(from + r * D, l->ln2, h + r * D, D, m->eps);
@@ -79,12 +79,12 @@ static void block(const Model *m, const Layer *layers, float *x, I rows, I first
   linear(h, D, m->head, 0, logits + first * m->W, m->W, rows, m->W, D);
 }
 
-/* x [B][D]: embeddings, overwritten. lengths [B]: positions already cached. cos, signed sin [B][K] or null.
-   scratch_floats: per thread, of which there are at most `threads`. Returns 0, or 1 when memory ran out. */
-int decode_step(const Model *m, const Layer *layers, float *x, const I *lengths, I B, I cap, const float *cos,
-                const float *sin, float *logits, I scratch_floats, I threads) {
+/* x [B][D]: embeddings, overwritten. scratch_floats: per thread, of which there are at most `threads`. Returns 0, or 1
+   when memory ran out. */
+int decode_step(const Model *m, const Layer *layers, float *x, const Rows *where, float *logits, I scratch_floats,
+                I threads) {
   int failed = 0;
-  I blocks = (B + BLOCK - 1) / BLOCK;
+  I B = where->B, blocks = (B + BLOCK - 1) / BLOCK;
 #pragma omp parallel num_threads(threads < blocks ? threads : blocks)
   {
     float *scratch = aligned_alloc(64, (scratch_floats * sizeof(float) + 63) / 64 * 64);
@@ -92,8 +92,7 @@ int decode_step(const Model *m, const Layer *layers, float *x, const I *lengths,
 #pragma omp for schedule(dynamic)
     for (I first = 0; first < B; first += BLOCK)
       if (scratch)
-        block(m, layers, x + first * m->D, B - first < BLOCK ? B - first : BLOCK, first, lengths, cap, cos, sin, logits,
-              scratch);
+        block(m, layers, x + first * m->D, B - first < BLOCK ? B - first : BLOCK, first, where, logits, scratch);
     free(scratch);
   }
   return failed;

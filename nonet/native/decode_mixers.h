@@ -14,27 +14,31 @@ static void rotate(float *x, const float *cos, const float *sin, I K) {
   }
 }
 
-static void gqa(const Model *m, const Layer *l, const float *h, I rows, I first, const I *lengths, I cap,
-                const float *cos, const float *sin, float *out, float *s) {
-  I H = m->H, G = m->G, K = m->K, D = m->D;
+static void gqa(const Model *m, const Layer *l, const float *h, I rows, I first, const Rows *where, float *out,
+                float *s) {
+  I H = m->H, G = m->G, K = m->K, D = m->D, head = PAGE * K, page = G * head;
   float *q = s, *k = q + rows * H * K, *v = k + rows * G * K, *o = v + rows * G * K, *w = o + rows * H * K;
   linear(h, D, l->q, l->q_b, q, H * K, rows, H * K, D);
   linear(h, D, l->k, l->k_b, k, G * K, rows, G * K, D);
   linear(h, D, l->v, l->v_b, v, G * K, rows, G * K, D);
   for (I r = 0; r < rows; r++) {
-    I b = first + r, L = lengths[b];
+    I b = first + r, L = where->lengths[b], after = b + 1 < where->B ? b + 1 : b;
+    const I *table = table_of(where, b);
     for (I j = 0; j < H + G; j++) {
       float *x = j < H ? q + (r * H + j) * K : k + (r * G + j - H) * K;
       const float *norm = j < H ? l->q_norm : l->k_norm;
       if (norm) rmsnorm(x, norm, x, K, m->eps);
-      if (cos) rotate(x, cos + b * K, sin + b * K, K);
+      if (where->cos) rotate(x, where->cos + b * K, where->sin + b * K, K);
     }
     for (I g = 0; g < G; g++) {
-      float *kc = l->cache + (b * G + g) * cap * K, *vc = l->cache2 + (b * G + g) * cap * K;
-      memcpy(kc + L * K, k + (r * G + g) * K, K * sizeof(float));
-      memcpy(vc + L * K, v + (r * G + g) * K, K * sizeof(float));
+      I at = table[L / PAGE] * page + g * head + L % PAGE * K;
+      memcpy(l->pool + at, k + (r * G + g) * K, K * sizeof(float));
+      memcpy(l->pool2 + at, v + (r * G + g) * K, K * sizeof(float));
+      Paged keys = {l->pool + g * head, table, page, K}, values = {l->pool2 + g * head, table, page, K};
+      Paged next = {l->pool + (g + 1) * head, table, page, K};
+      if (g + 1 == G) next = (Paged){l->pool, table_of(where, after), page, K};
       for (I j = g * (H / G); j < (g + 1) * (H / G); j++)
-        attend(q + (r * H + j) * K, kc, K, K, vc, K, K, o + (r * H + j) * K, L + 1, 1.0f / sqrtf(K), w, kc + cap * K);
+        attend(q + (r * H + j) * K, keys, K, values, K, o + (r * H + j) * K, L + 1, 1.0f / sqrtf(K), w, next);
     }
   }
   linear(o, H * K, l->o, l->o_b, out, D, rows, D, H * K);
@@ -81,7 +85,8 @@ static void softplus(float *x, I n) {
   for (I i = 0; i < n; i++) x[i] = x[i] > 20.0f ? x[i] : log1pf(expf(x[i]));
 }
 
-static void kda(const Model *m, const Layer *l, const float *h, I rows, I first, float *out, float *s) {
+static void kda(const Model *m, const Layer *l, const float *h, I rows, I first, const Rows *where, float *out,
+                float *s) {
   I H = m->H, K = m->KK, C = H * K, D = m->D, past = m->kernel - 1;
   float *q = s, *k = q + rows * C, *v = k + rows * C, *g = v + rows * C, *o = g + rows * C, *gate = o + rows * C;
   float *low = gate + rows * C, *beta = low + rows * (m->rank > m->gate_rank ? m->rank : m->gate_rank);
@@ -99,8 +104,8 @@ static void kda(const Model *m, const Layer *l, const float *h, I rows, I first,
   linear(h, D, l->beta, 0, beta, H, rows, H, D);
   MAP(rows * H, beta, beta, vsigmoid(e));
   for (I r = 0; r < rows; r++) {
-    I b = first + r;
-    float *tail = l->cache2 + b * past * 3 * C, *gr = g + r * C;
+    I slot = where->slots[first + r];
+    float *tail = l->pool2 + slot * past * 3 * C, *gr = g + r * C;
     convolve(q + r * C, l->q_conv, tail, 3 * C, C, m->kernel);
     convolve(k + r * C, l->k_conv, tail + C, 3 * C, C, m->kernel);
     convolve(v + r * C, l->v_conv, tail + 2 * C, 3 * C, C, m->kernel);
@@ -116,7 +121,7 @@ static void kda(const Model *m, const Layer *l, const float *h, I rows, I first,
       I i = r * C + j * K;
       l2_normalise(q + i, K, 1.0f / sqrtf(K));
       l2_normalise(k + i, K, 1.0f);
-      kda_head(q + i, k + i, v + i, g + i, beta[r * H + j], l->cache + (b * H + j) * K * K, o + i, K);
+      kda_head(q + i, k + i, v + i, g + i, beta[r * H + j], l->pool + (slot * H + j) * K * K, o + i, K);
       rmsnorm(o + i, l->o_norm, o + i, K, m->eps);
     }
   }
@@ -124,7 +129,7 @@ static void kda(const Model *m, const Layer *l, const float *h, I rows, I first,
   linear(gate, C, l->o, 0, out, D, rows, D, C);
 }
 
-static void mla(const Model *m, const Layer *l, const float *h, I rows, I first, const I *lengths, I cap, float *out,
+static void mla(const Model *m, const Layer *l, const float *h, I rows, I first, const Rows *where, float *out,
                 float *s) {
   I H = m->H, R = m->R, E = m->extra, N = m->nope, VD = m->VD, D = m->D, T = R + E;
   float *low = s, *q = low + rows * m->q_rank, *kv = q + rows * H * (N + E), *gate = kv + rows * T;
@@ -139,17 +144,17 @@ static void mla(const Model *m, const Layer *l, const float *h, I rows, I first,
   linear(h, D, l->kv_a, 0, kv, T, rows, T, D);
   if (l->g) linear(h, D, l->g, 0, gate, H * VD, rows, H * VD, D);
   for (I r = 0; r < rows; r++) {
-    I b = first + r, L = lengths[b];
-    float *cache = l->cache + b * cap * T;
+    I L = where->lengths[first + r];
+    Paged latents = {l->pool, table_of(where, first + r), PAGE * T, T};
     rmsnorm(kv + r * T, l->kv_a_norm, kv + r * T, R, m->mla_eps);
-    memcpy(cache + L * T, kv + r * T, T * sizeof(float));
+    memcpy(l->pool + latents.table[L / PAGE] * PAGE * T + L % PAGE * T, kv + r * T, T * sizeof(float));
     for (I j = 0; j < H; j++) {
       const float *qj = q + (r * H + j) * (N + E), *wk = l->kv_b + j * (N + VD) * R, *wv = wk + N * R;
       memset(query, 0, R * sizeof(float));
       for (I n = 0; n < N; n++)
         for (I i = 0; i < R; i++) query[i] += qj[n] * wk[n * R + i];
       memcpy(query + R, qj + N, E * sizeof(float));
-      attend(query, cache, T, T, cache, T, R, mixed, L + 1, 1.0f / sqrtf(N + E), w, cache);
+      attend(query, latents, T, latents, R, mixed, L + 1, 1.0f / sqrtf(N + E), w, latents);
       matvec(mixed, wv, R, o + (r * H + j) * VD, VD, R);
     }
   }

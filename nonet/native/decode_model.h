@@ -15,7 +15,7 @@ typedef struct {
   const float *q_a, *q_a_norm, *q_bb, *kv_a, *kv_a_norm, *kv_b; /* mla; q alone where queries are direct */
   const float *router, *bias, *w1, *w3, *w2, *latent_down, *latent_up, *latent_norm; /* routed experts */
   const float *mix1, *mix1_norm, *mix2, *mix2_norm;                                  /* attention-residual sites */
-  float *cache, *cache2; /* gqa: k, v; kda: matrix, tail; mla: latent, - */
+  float *pool, *pool2; /* gqa: k, v; kda: matrix, tail; mla: latent, - */
 } Layer;
 
 typedef struct {
@@ -27,6 +27,15 @@ typedef struct {
   float eps, mla_eps, b1, b2, lower, scale;
   const float *norm, *head, *mix, *mix_norm;
 } Model;
+
+/* Where B rows stand: filled positions, pages (B tables of `width`), KDA slots; cos, signed sin [B][K] or null. */
+typedef struct {
+  I B, width;
+  const I *lengths, *tables, *slots;
+  const float *cos, *sin;
+} Rows;
+
+static inline const I *table_of(const Rows *r, I b) { return r->tables + b * r->width; }
 
 static inline V activate(const Model *m, V gate, V up) {
   if (m->situ) return m->b1 * vtanh(gate / m->b1) * vsigmoid(gate) * m->b2 * vtanh(up / m->b2);

@@ -165,44 +165,62 @@ static inline void fetch(const float *p, I n) {
   for (I i = 0; i < n; i += LANES) __builtin_prefetch(p + i, 0, 2);
 }
 
-/* out = share * sum over l < L of w[l] values[l], even and odd positions apart, so that no sum waits for the last. */
-static void mix(const float *w, const float *values, I vs, I vn, float *out, I L, float share, const float *next,
-                I ks) {
-  I i = 0;
+/* Rows of floats, PAGE of them in a page: row l is row l % PAGE of page table[l / PAGE], `row` floats apart in it. */
+enum { PAGE = LANES };
+typedef struct {
+  const float *pool;
+  const I *table;
+  I page, row;
+} Paged;
+static inline const float *from(Paged p, I l) { return p.pool + p.table[l / PAGE] * p.page + l % PAGE * p.row; }
+
+/* sums[0..3] += w[l] values[l] over one page's n positions: 32 columns, even and odd positions apart, so that no sum
+   waits for the last; asks for `ahead` on the way. */
+static inline __attribute__((always_inline)) void mix_page(const float *w, const float *v, I vs, I n, V *sums,
+                                                           const float *ahead, I ks) {
+  I l = 0;
+#pragma GCC unroll 8
+  for (; l + 2 <= n; l += 2, v += 2 * vs) {
+    if (ahead) fetch(ahead + l * ks, 2 * ks);
+    sums[0] += w[l] * load(v);
+    sums[1] += w[l] * load(v + LANES);
+    sums[2] += w[l + 1] * load(v + vs);
+    sums[3] += w[l + 1] * load(v + vs + LANES);
+  }
+  if (l < n) {
+    sums[0] += w[l] * load(v);
+    sums[1] += w[l] * load(v + LANES);
+  }
+}
+
+/* out = share * sum over l < L of w[l] values[l] */
+static void mix(const float *w, Paged values, I vn, float *out, I L, float share, Paged next) {
+  I i = 0, whole = L / PAGE * PAGE;
   for (; i + 2 * LANES <= vn; i += 2 * LANES) {
-    V a = {0}, b = {0}, c = {0}, d = {0};
-    const float *v = values + i;
-    I l = 0;
-    for (; l + 2 <= L; l += 2, v += 2 * vs) {
-      if (i == 0) fetch(next + l * ks, 2 * ks);
-      a += w[l] * load(v);
-      b += w[l] * load(v + LANES);
-      c += w[l + 1] * load(v + vs);
-      d += w[l + 1] * load(v + vs + LANES);
-    }
-    if (l < L) {
-      a += w[l] * load(v);
-      b += w[l] * load(v + LANES);
-    }
-    store(out + i, (a + c) * share);
-    store(out + i + LANES, (b + d) * share);
+    V sums[4] = {0};
+    for (I l = 0; l < whole; l += PAGE)
+      mix_page(w + l, from(values, l) + i, values.row, PAGE, sums, i ? 0 : from(next, l), next.row);
+    if (whole < L)
+      mix_page(w + whole, from(values, whole) + i, values.row, L - whole, sums, i ? 0 : from(next, whole), next.row);
+    store(out + i, (sums[0] + sums[2]) * share);
+    store(out + i + LANES, (sums[1] + sums[3]) * share);
   }
   for (; i < vn; i += LANES) {
     V a = {0};
-    for (I l = 0; l < L; l++) a += w[l] * at(values + l * vs, i, vn);
+    for (I l = 0; l < L; l++) a += w[l] * at(from(values, l) + i, 0, vn - i);
     put(out, i, vn, a * share);
   }
 }
 
-/* softmax(scale * q keys^T) values over L positions; keys and values are rows of width ks and vs, `next` the keys of
-   the call to come. */
-static void attend(const float *q, const float *keys, I ks, I kn, const float *values, I vs, I vn, float *out, I L,
-                   float scale, float *w, const float *next) {
+/* softmax(scale * q keys^T) values over L positions, kn and vn wide; `next`: the keys of the call to come. Pages are
+   taken in order, so which ones they are does not show in the result. */
+static void attend(const float *q, Paged keys, I kn, Paged values, I vn, float *out, I L, float scale, float *w,
+                   Paged next) {
   V top = splat(-INFINITY), total = {0};
-  for (I l = 0; l < L; l += LANES) {
-    I n = L - l < LANES ? L - l : LANES;
-    fetch(values + l * vs, n * vs);
-    matvec(q, keys + l * ks, ks, w + l, n, kn);
+  for (I l = 0; l < L; l += PAGE) {
+    I n = L - l < PAGE ? L - l : PAGE;
+    fetch(from(values, l), n * values.row);
+    matvec(q, from(keys, l), keys.row, w + l, n, kn);
   }
   for (I l = L; l % LANES; l++) w[l] = -INFINITY;
   for (I l = 0; l < L; l += LANES) {
@@ -217,7 +235,7 @@ static void attend(const float *q, const float *keys, I ks, I kn, const float *v
     store(w + l, e);
     total += e;
   }
-  mix(w, values, vs, vn, out, L, 1.0f / sum(total), next, ks);
+  mix(w, values, vn, out, L, 1.0f / sum(total), next);
 }
 
 #endif

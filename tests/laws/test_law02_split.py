@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nonet.model import Model, Rope, SequenceState
+from nonet.model.state import Memory
 
 T, VOCAB = 23, 61
 MODELS = {
@@ -136,6 +137,35 @@ def assert_continues(name: str, state: SequenceState, lengths: list[int]) -> Non
 
 
 @every_model
+@given(order=st.permutations(range(12)), slots=st.permutations(range(5)), cut=st.integers(1, T - 2))
+def test_which_pages_and_slots_a_row_gets_does_not_matter(name, order, slots, cut):
+    m, tokens = model(name), tiny.tokens(1, T, vocab=VOCAB)
+    memory = Memory(m.config, 12, 5, torch.float64)
+    table_BP, slot_B = torch.tensor(order).view(3, 4)[:, :2], torch.tensor(slots[:3])
+    state = SequenceState(memory, table_BP, slot_B, torch.zeros(3, dtype=torch.long))
+    with torch.no_grad():
+        counts = torch.tensor([cut, cut // 2, cut + 1])
+        m(tokens.expand(3, T)[:, : cut + 1], state, counts)
+        for b, n in enumerate(counts.tolist()):
+            rest = m(tokens[:, n:], state.rows(b, b + 1))
+            torch.testing.assert_close(rest[0], whole(name)[n:], **EXACT)
+
+
+@every_model
+def test_a_memory_grows_without_forgetting_and_copies_are_independent(name):
+    m, tokens = model(name), tiny.tokens(1, T, vocab=VOCAB)
+    state = grown(m, [9])
+    state.dense = False  # only memories that are exactly their rows can be read without gathering
+    state.memory.grow(5, 3)
+    state.memory.copy_page(0, 4)
+    state.memory.copy_slot(0, 2)
+    copy = SequenceState(state.memory, torch.tensor([[4, 3]]), torch.tensor([2]), torch.tensor([9]))
+    with torch.no_grad():
+        m(tokens[:, :9].flip(1), state)  # the original goes elsewhere
+        torch.testing.assert_close(m(tokens[:, 9:], copy)[0], whole(name)[9:], **EXACT)
+
+
+@every_model
 def test_select_copies_rows_in_the_order_given(name):
     state = grown(model(name), [3, 9, 6])
     chosen = state.select([2, 0, 2])
@@ -169,9 +199,9 @@ def test_write_copies_between_states_of_different_room(name, room):
 
 def test_a_state_without_room_is_refused():
     m = model("hybrid")
-    state = grown(m, [4], capacity=6)
-    with pytest.raises(ValueError, match="room for 6 positions, this call needs 7"):
-        m(tiny.tokens(1, 3), state)
+    state = grown(m, [4], capacity=6)  # whole pages: 16
+    with pytest.raises(ValueError, match="room for 16 positions, this call needs 17"):
+        m(tiny.tokens(1, 13), state)
 
 
 def test_state_size_is_the_config_arithmetic():

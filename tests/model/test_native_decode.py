@@ -10,6 +10,7 @@ from nonet.engine import Engine
 from nonet.model import Model, ModelConfig, Rope, SequenceState
 from nonet.model.init import initialise
 from nonet.model.native_decode import NativeDecoder
+from nonet.model.state import Memory
 from nonet.types import Request
 
 pytestmark = pytest.mark.skipif(bool(native.reason()), reason=f"no native library: {native.reason()}")
@@ -106,6 +107,32 @@ def test_a_row_does_not_depend_on_its_batch_mates_to_the_last_bit(name):
         assert torch.equal(decoder.step(tokens[b : b + 1], apart.rows(b, b + 1))[0], want[b])
 
 
+@pytest.mark.parametrize("name", ["llama", "k3", "odd"])
+@torch.inference_mode()
+def test_a_row_does_not_depend_on_the_pages_it_got_to_the_last_bit(name):
+    model = made(name)
+    decoder = NativeDecoder.of(model)
+    assert decoder is not None
+    ordered, tokens = states(model, 5)[0], torch.arange(5).unsqueeze(1)
+    scattered = elsewhere(ordered)
+    for _ in range(6):
+        assert torch.equal(decoder.step(tokens, scattered), decoder.step(tokens, ordered))
+
+
+def elsewhere(state: SequenceState) -> SequenceState:
+    """The same sequences in a larger memory, on other pages and slots."""
+    pages, slots = 2 * state.memory.pages, 2 * state.memory.slots
+    memory = Memory(state.memory.config, pages, slots, torch.float32)
+    generator = torch.Generator().manual_seed(3)
+    table_BP = torch.randperm(pages, generator=generator)[: state.table_BP.numel()].view_as(state.table_BP)
+    slot_B = torch.randperm(slots, generator=generator)[: state.batch]
+    for mine, theirs in zip(memory.layers, state.layers, strict=True):
+        for name, pool in theirs.items():
+            to, source = (slot_B, state.slot_B) if name in ("matrix", "tail") else (table_BP, state.table_BP)
+            mine[name][to] = pool[source]
+    return SequenceState(memory, table_BP, slot_B, state.lengths_B.clone())
+
+
 @torch.inference_mode()
 def test_weights_changed_in_place_or_replaced_are_seen_at_once():
     model = made("hybrid")
@@ -125,9 +152,9 @@ def test_a_full_state_is_refused_before_anything_is_written():
     model = made("llama")
     decoder = NativeDecoder.of(model)
     assert decoder is not None
-    state = SequenceState.new(model.config, 1, 4, torch.float32)
-    model(torch.tensor([[1, 2, 3, 4]]), state)
-    with pytest.raises(ValueError, match="room for 4 positions"):
+    state = SequenceState.new(model.config, 1, 16, torch.float32)
+    model(torch.arange(16).unsqueeze(0), state)
+    with pytest.raises(ValueError, match="room for 16 positions"):
         decoder.step(torch.tensor([[5]]), state)
 
 
