@@ -230,6 +230,45 @@ def generate(
 
 
 @app.command()
+def serve(
+    model: ModelDir,
+    host: Annotated[str, typer.Option(help="Listen here; what others reach needs --api-key.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0: any free one.", min=0, max=65535)] = 8000,
+    name: Annotated[str, typer.Option(help="What clients call the model; default: the directory's name.")] = "",
+    api_key: Annotated[str, typer.Option(envvar="NONET_API_KEY", help="Clients must send this.")] = "",
+    max_batch: Annotated[int, typer.Option(help="Answers that are written at the same time.", min=1)] = 64,
+    max_queued: Annotated[int, typer.Option(help="Answers that may wait for their first token; more get 429.")] = 256,
+    max_answers: Annotated[int, typer.Option(help="Answers one request may ask for (n times prompts).")] = 16,
+    max_body_mb: Annotated[float, typer.Option(help="Megabytes of one request.")] = 4.0,
+    max_seconds: Annotated[float, typer.Option(help="From a request's arrival to its last token.")] = 600.0,
+    drain_seconds: Annotated[float, typer.Option(help="What running answers get after SIGTERM.")] = 30.0,
+) -> None:
+    """Serve a model to OpenAI clients: completions, chat with tools, streams, log-probs, metrics.
+
+    \b
+    nonet serve models/smollm2        # prints a curl line that works
+    nonet serve models/smollm2 --port 9000 --name smol
+    NONET_API_KEY=secret nonet serve models/smollm2 --host 0.0.0.0
+
+    \b
+    from openai import OpenAI
+    client = OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none")
+    client.completions.create(model="smollm2", prompt="Once upon a time")
+    """
+    from nonet.chat import Tokenizer
+    from nonet.engine import Engine
+    from nonet.model import hf
+    from nonet.serve import Address, Limits
+    from nonet.serve import serve as serve_generator
+
+    address = Address(host, port, api_key)
+    limits = Limits(int(max_body_mb * 1e6), max_seconds, max_queued, max_answers, drain_seconds)
+    engine = Engine(hf.load(model), max_batch)
+    status = serve_generator(engine, Tokenizer(model), name or model.resolve().name, address, limits)
+    raise typer.Exit(status)
+
+
+@app.command()
 def report(run_dir: Annotated[Path, typer.Argument(help="A run directory.")]) -> None:
     """Write report.html of a run, finished or not."""
     from nonet.report import write

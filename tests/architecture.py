@@ -49,7 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "bench": ANY,
     "cli": ANY,  # inside its verbs only
 }
-WITHOUT_TORCH = ("chat", "wire", "tasks", "sandbox", "harness", "report", *sorted(OPEN))
+WITHOUT_TORCH = ("chat", "wire", "serve", "tasks", "sandbox", "harness", "report", *sorted(OPEN))
 # Run by path in a bare interpreter, it must put its own folder on the path: nonet/sandbox/job_server.py.
 SCRIPTS = {PACKAGE / "sandbox" / "job_server.py"}
 
