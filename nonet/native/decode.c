@@ -1,99 +1,171 @@
 /* One decode step of a whole model for B rows, in float32: the native twin of Model.forward with one token per row.
 
-   Rows never meet, so each thread carries a block of rows through every layer without waiting for the others. Weights
-   are read where torch keeps them; nothing is packed, so nothing can be stale. */
+   Rows never meet, so either each thread carries a block of rows through every layer without waiting for the others, or
+   all threads carry the same rows, each computing its own columns and heads, and meet after every product. The second
+   reads each weight once and keeps every core busy at batch 1; `together` asks for it. Results are the same to the last
+   bit. */
 
+#include <omp.h>
+
+#include "decode_attention.h"
 #include "decode_experts.h"
-#include "decode_mixers.h"
+#include "decode_kda.h"
 
-/* What a block of rows reads from and adds to (model/attn_res.py): block sums so far with their 1/rms, and the running
-   sum. Banks are laid out [source][row][D]. */
+/* What rows read from and add to (model/attn_res.py): block sums so far with their 1/rms, and the running sum. Banks are
+   laid out [source][row][D]. Each thread tends the rows from..to. */
 typedef struct {
-  I rows, D, banked;
+  I rows, D, banked, from, to;
   int empty;
   float *current, *banks, *inverse, eps;
 } Stream;
 
 static float inverse_rms(const float *x, I n, float eps) { return 1.0f / sqrtf(dot(x, x, n) / n + eps); }
 
-/* h = what a site reads; the running sum itself where nothing is banked. */
-static const float *look(const Stream *t, const float *query, const float *norm, float *h, float *s) {
-  if (!query || !t->banked) return t->current;
-  I D = t->D, J = t->banked + 1;
-  float *q = s, *w = q + D + LANES;
+/* out[D] = what a site reads for row r; s: room for a query and a weight per source. */
+static void look(const Stream *t, I r, const float *query, const float *norm, float *out, float *s) {
+  const I D = t->D, J = t->banked + 1;
+  float *q = s, *w = q + D, top = -INFINITY, total = 0;
   for (I i = 0; i < D; i++) q[i] = query[i] * norm[i];
-  for (I r = 0; r < t->rows; r++) {
-    float top = -INFINITY, total = 0;
-    for (I j = 0; j < J; j++) {
-      int open = j == t->banked;
-      const float *v = open ? t->current + r * D : t->banks + (j * t->rows + r) * D;
-      w[j] = dot(q, v, D) * (open ? inverse_rms(v, D, t->eps) : t->inverse[j * t->rows + r]);
-      top = w[j] > top ? w[j] : top;
-    }
-    for (I j = 0; j < J; j++) total += w[j] = expf(w[j] - top);
-    for (I i = 0; i < D; i++) {
-      float x = 0;
-      for (I j = 0; j < t->banked; j++) x += w[j] * t->banks[(j * t->rows + r) * D + i];
-      h[r * D + i] = (x + w[t->banked] * t->current[r * D + i]) / total;
-    }
+  for (I j = 0; j < J; j++) {
+    const int open = j == t->banked;
+    const float *v = open ? t->current + r * D : t->banks + (j * t->rows + r) * D;
+    w[j] = dot(q, v, D) * (open ? inverse_rms(v, D, t->eps) : t->inverse[j * t->rows + r]);
+    top = w[j] > top ? w[j] : top;
   }
-  return h;
+  for (I j = 0; j < J; j++) total += w[j] = expf(w[j] - top);
+  for (I i = 0; i < D; i++) {
+    float x = 0;
+    for (I j = 0; j < t->banked; j++) x += w[j] * t->banks[(j * t->rows + r) * D + i];
+    out[i] = (x + w[t->banked] * t->current[r * D + i]) / total;
+  }
+}
+
+/* h[rows][D] = norm of what a site reads; of the running sum itself where nothing is banked. */
+static void read(const Stream *t, const float *query, const float *query_norm, const float *norm, float *h, float *s) {
+  for (I r = t->from; r < t->to; r++) {
+    float *x = h + r * t->D;
+    const int mixed = query && t->banked;
+    if (mixed) look(t, r, query, query_norm, x, s);
+    rmsnorm(mixed ? x : t->current + r * t->D, norm, x, t->D, t->eps);
+  }
 }
 
 static void bank(Stream *t) {
-  I n = t->rows * t->D, at = t->banked * t->rows;
-  memcpy(t->banks + at * t->D, t->current, n * sizeof(float));
-  for (I r = 0; r < t->rows; r++) t->inverse[at + r] = inverse_rms(t->current + r * t->D, t->D, t->eps);
+  for (I r = t->from; r < t->to; r++) {
+    const float *x = t->current + r * t->D;
+    memcpy(t->banks + (t->banked * t->rows + r) * t->D, x, t->D * sizeof(float));
+    t->inverse[t->banked * t->rows + r] = inverse_rms(x, t->D, t->eps);
+  }
   t->banked++;
   t->empty = 1;
 }
 
 static void add(Stream *t, const float *y) {
-  for (I j = 0; j < t->rows * t->D; j++) t->current[j] = t->empty ? y[j] : t->current[j] + y[j];
+  for (I j = t->from * t->D; j < t->to * t->D; j++) t->current[j] = t->empty ? y[j] : t->current[j] + y[j];
   t->empty = 0;
 }
 
-static void block(const Model *m, const Layer *layers, float *x, I rows, I first, const Rows *where, float *logits,
-                  float *scratch) {
-  I D = m->D, sources = m->residual ? (m->layers + m->residual - 1) / m->residual : 0;
-  float *h = scratch, *seen = h + BLOCK * D, *y = seen + BLOCK * D, *banks = y + BLOCK * D;
-  float *inverse = banks + sources * BLOCK * D, *s = inverse + sources * BLOCK;
-  Stream t = {rows, D, 0, 0, x, banks, inverse, m->eps};
+static I sources(const Model *m) { return m->residual ? (m->layers + m->residual - 1) / m->residual : 0; }
+
+/* Carry w->rows rows from x through every layer to their logits. */
+static void carry(Work w, const Layer *layers, float *x, float *logits) {
+  const Model *m = w.m;
+  const Team *t = &w.team;
+  const I D = m->D, R = w.rows, J = sources(m);
+  float *h = w.shared, *y = h + R * D, *banks = y + R * D, *inverse = banks + J * R * D;
+  Stream s = {R, D, 0, 0, 0, 0, x, banks, inverse, m->eps};
+  share(t, R, 1, &s.from, &s.to);
+  w.shared = inverse + (J * R + LANES) / LANES * LANES;
   for (I i = 0; i < m->layers; i++) {
     const Layer *l = layers + i;
-    const float *from = look(&t, l->mix1, l->mix1_norm, seen, s);
-    for (I r = 0; r < rows; r++) rmsnorm(from + r * D, l->ln1, h + r * D, D, m->eps);
-    if (m->residual && i % m->residual == 0) bank(&t);
-    if (l->kind == GQA) gqa(m, l, h, rows, first, where, y, s);
-    if (l->kind == KDA) kda(m, l, h, rows, first, where, y, s);
-    if (l->kind == MLA) mla(m, l, h, rows, first, where, y, s);
-    add(&t, y);
-    from = look(&t, l->mix2, l->mix2_norm, seen, s);
-    for (I r = 0; r < rows; r++) rmsnorm(from + r * D, l->ln2, h + r * D, D, m->eps);
-    if (l->ffn == ROUTED) routed(m, l, h, rows, y, s);
-    else dense(m, l, h, rows, y, s);
-    add(&t, y);
+    read(&s, l->mix1, l->mix1_norm, l->ln1, h, w.own);
+    if (m->residual && i % m->residual == 0) bank(&s);
+    meet(t);
+    if (l->kind == GQA) gqa(&w, l, h, y);
+    if (l->kind == KDA) kda(&w, l, h, y);
+    if (l->kind == MLA) mla(&w, l, h, y);
+    meet(t);
+    add(&s, y);
+    read(&s, l->mix2, l->mix2_norm, l->ln2, h, w.own);
+    meet(t);
+    if (l->ffn == ROUTED) routed(&w, l, h, y);
+    else dense(&w, l, h, y);
+    meet(t);
+    add(&s, y);
   }
-  const float *from = look(&t, m->mix, m->mix_norm, seen, s);
-  for (I r = 0; r < rows; r++) rmsnorm(from + r * D, m->norm, h + r * D, D, m->eps);
-  linear(h, D, m->head, 0, logits + first * m->W, m->W, rows, m->W, D);
+  read(&s, m->mix, m->mix_norm, m->norm, h, w.own);
+  meet(t);
+  linear(t, weight(m, m->head, 0, m->W, D), h, R, logits);
+  meet(t);
 }
 
-/* x [B][D]: embeddings, overwritten. scratch_floats: per thread, of which there are at most `threads`. Returns 0, or 1
-   when memory ran out. */
-int decode_step(const Model *m, const Layer *layers, float *x, const Rows *where, float *logits, I scratch_floats,
-                I threads) {
+static I larger(I a, I b) { return a > b ? a : b; }
+
+/* Floats a team needs for `rows` rows of at most `longest` positions; what one thread of it needs alone. */
+static I shared_floats(const Model *m, const Layer *layers, I rows, I longest) {
+  const I H = m->H, T = m->R + m->extra, D = m->D, slots = m->top_k;
+  const I gqa = 2 * (H + m->G) * m->K + spans(longest) * H * record(m->K);
+  const I kda = 5 * H * m->KK + H + m->rank + m->gate_rank;
+  const I mla = m->q_rank + H * (m->nope + m->extra + 2 * m->VD + T + m->R) + T + spans(longest) * H * record(m->R);
+  const I stream = 2 * D + sources(m) * (D + 1);
+  I most = larger(larger(gqa, kda), mla);
+  for (I i = 0; i < m->layers; i++) {
+    const I F = layers[i].F;
+    most = larger(most, 2 * F);
+    if (layers[i].ffn == ROUTED) most = larger(most, slots * (3 + m->EF) + m->E + 2 * m->L + 2 * F + D);
+  }
+  return rows * (stream + most) + 2 * LANES;
+}
+
+static I own_floats(const Model *m, I rows) {
+  const I mixers = larger(m->H * SPAN, 3 * m->kernel * m->KK), site = m->D + sources(m) + 1;
+  return larger(larger(mixers, site), rows * (m->L + m->EF)) + LANES;
+}
+
+static float *room(I floats) { return aligned_alloc(64, (floats * sizeof(float) + 63) / 64 * 64); }
+
+static int carry_together(const Model *m, const Layer *layers, float *x, const Rows *where, float *logits, I longest,
+                          I threads) {
+  const I B = where->B, most = B < MOST ? B : MOST, own = (own_floats(m, most) + LANES) / LANES * LANES;
+  float *shared = room(shared_floats(m, layers, most, longest)), *owned = room(threads * own);
+  if (shared && owned) {
+#pragma omp parallel num_threads(threads)
+    for (I first = 0; first < B; first += MOST) {
+      const Team team = {omp_get_thread_num(), omp_get_num_threads()};
+      const Work w = {team, m, where, first, B - first < MOST ? B - first : MOST, shared, owned + team.rank * own};
+      carry(w, layers, x + first * m->D, logits + first * m->W);
+    }
+  }
+  const int failed = !shared || !owned;
+  free(shared);
+  free(owned);
+  return failed;
+}
+
+static int carry_apart(const Model *m, const Layer *layers, float *x, const Rows *where, float *logits, I longest,
+                       I threads) {
+  const I B = where->B, blocks = (B + ALONE - 1) / ALONE;
   int failed = 0;
-  I B = where->B, blocks = (B + BLOCK - 1) / BLOCK;
 #pragma omp parallel num_threads(threads < blocks ? threads : blocks)
   {
-    float *scratch = aligned_alloc(64, (scratch_floats * sizeof(float) + 63) / 64 * 64);
-    if (!scratch) failed = 1;
+    float *shared = room(shared_floats(m, layers, ALONE, longest)), *own = room(own_floats(m, ALONE));
+    if (!shared || !own) failed = 1;
 #pragma omp for schedule(dynamic)
-    for (I first = 0; first < B; first += BLOCK)
-      if (scratch)
-        block(m, layers, x + first * m->D, B - first < BLOCK ? B - first : BLOCK, first, where, logits, scratch);
-    free(scratch);
+    for (I first = 0; first < B; first += ALONE) {
+      const Work w = {{0, 1}, m, where, first, B - first < ALONE ? B - first : ALONE, shared, own};
+      if (shared && own) carry(w, layers, x + first * m->D, logits + first * m->W);
+    }
+    free(shared);
+    free(own);
   }
   return failed;
+}
+
+/* x [B][D]: embeddings, overwritten. together: whether all threads carry the same rows. Returns 0, or 1 when memory ran
+   out. */
+int decode_step(const Model *m, const Layer *layers, float *x, const Rows *where, float *logits, I threads,
+                I together) {
+  I longest = 1;
+  for (I b = 0; b < where->B; b++) longest = larger(longest, where->lengths[b] + 1);
+  return (together ? carry_together : carry_apart)(m, layers, x, where, logits, longest, threads);
 }

@@ -1,21 +1,27 @@
-/* A model as decoding sees it: torch's own memory, by address. Names follow model/native_decode.py. */
+/* A model as decoding sees it, by address, and the rows a team carries through it. Names follow model/native_decode.py. */
 
 #ifndef NONET_MODEL_H
 #define NONET_MODEL_H
 
-#include "vector.h"
+#include "attention.h"
 
-enum { BLOCK = 16, GQA = 0, KDA = 1, MLA = 2, DENSE = 0, ROUTED = 1 };
+/* MOST: rows a team carries at once, or one thread alone (ALONE); MOST_CHOSEN: experts a row may choose. */
+enum { GQA = 0, KDA = 1, MLA = 2, DENSE = 0, ROUTED = 1, MOST = 64, ALONE = 16, MOST_CHOSEN = 64 };
 
 typedef struct {
-  I kind, F, ffn;                                                       /* F: of the dense or shared feed-forward */
-  const float *ln1, *ln2, *gate, *up, *down, *gate_b, *up_b, *down_b;   /* norms and feed-forward */
-  const float *q, *k, *v, *o, *q_b, *k_b, *v_b, *o_b, *q_norm, *k_norm; /* gqa; kda uses q, k, v, o */
-  const float *g, *g_a, *f_a, *f_b, *beta, *decay, *dt, *q_conv, *k_conv, *v_conv, *o_norm; /* kda; mla uses g, o */
-  const float *q_a, *q_a_norm, *q_bb, *kv_a, *kv_a_norm, *kv_b; /* mla; q alone where queries are direct */
-  const float *router, *bias, *w1, *w3, *w2, *latent_down, *latent_up, *latent_norm; /* routed experts */
-  const float *mix1, *mix1_norm, *mix2, *mix2_norm;                                  /* attention-residual sites */
-  float *pool, *pool2; /* gqa: k, v; kda: matrix, tail; mla: latent, - */
+  I kind, F, ffn;                                                      /* F: of the dense or shared feed-forward */
+  const float *ln1, *ln2, *gate_b, *up_b, *down_b;                     /* norms and feed-forward */
+  const void *gate, *up, *down;
+  const void *q, *k, *v, *o;                                           /* gqa; kda uses q, k, v, o */
+  const float *q_b, *k_b, *v_b, *o_b, *q_norm, *k_norm;
+  const void *g, *g_a, *f_a, *f_b, *beta;                              /* kda; mla uses g, o */
+  const float *decay, *dt, *q_conv, *k_conv, *v_conv, *o_norm;
+  const void *q_a, *q_bb, *kv_a;                                       /* mla; q alone where queries are direct */
+  const float *q_a_norm, *kv_a_norm, *kv_b;
+  const void *w1, *w3, *w2, *latent_down, *latent_up;                  /* routed experts */
+  const float *router, *bias, *latent_norm;
+  const float *mix1, *mix1_norm, *mix2, *mix2_norm;                    /* attention-residual sites */
+  float *pool, *pool2;                                                 /* gqa: k, v; kda: matrix, tail; mla: latent, - */
 } Layer;
 
 typedef struct {
@@ -24,8 +30,10 @@ typedef struct {
   I KK, kernel, rank, gate_rank, softplus; /* kda: head width, convolution taps, decay rank, gate rank, kind of decay */
   I q_rank, R, nope, extra, VD;            /* mla: query rank, latent rank, key parts, value width */
   I E, top_k, EF, L, renormalise, input_format, rule; /* experts: how many, chosen, width, what they read; quant.h */
+  I format, expert_format;                 /* of what is const void *, w1, w3 and w2 apart; the rest is float32 */
   float eps, mla_eps, b1, b2, lower, scale;
-  const float *norm, *head, *mix, *mix_norm;
+  const float *norm, *mix, *mix_norm;
+  const void *head;
 } Model;
 
 /* Where B rows stand: filled positions, pages (B tables of `width`), KDA slots; cos, signed sin [B][K] or null. */
@@ -36,6 +44,19 @@ typedef struct {
 } Rows;
 
 static inline const I *table_of(const Rows *r, I b) { return r->tables + b * r->width; }
+
+/* A team's task: `rows` rows from number `first` on. shared: scratch of all; own: this thread's alone. */
+typedef struct {
+  Team team;
+  const Model *m;
+  const Rows *where;
+  I first, rows;
+  float *shared, *own;
+} Work;
+
+static inline Matrix weight(const Model *m, const void *at, const float *bias, I N, I K) {
+  return (Matrix){at, bias, m->format, N, K};
+}
 
 static inline V activate(const Model *m, V gate, V up) {
   if (m->situ) return m->b1 * vtanh(gate / m->b1) * vsigmoid(gate) * m->b2 * vtanh(up / m->b2);

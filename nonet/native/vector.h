@@ -1,8 +1,5 @@
 /* Vectors of 16 floats and the few operations on them that decoding needs. GCC vector extensions: every processor gets
-   the widest registers its build allows, and the same sums in the same order.
-
-   Every dot product is summed in one fixed order, whatever block of rows it is computed in: a row's result does not
-   depend on its batch-mates. */
+   the widest registers its build allows, and the same sums in the same order.. */
 
 #ifndef NONET_VECTOR_H
 #define NONET_VECTOR_H
@@ -101,141 +98,9 @@ static inline float dot(const float *a, const float *b, I n) {
   return sum(s);
 }
 
-/* ---------------------------------------------------------------- products */
-
-/* acc[r * NN + n] = x[r] . w[n] over K, as vectors still to be summed, on an RR x NN tile. */
-static inline __attribute__((always_inline)) void tile(const float *x, I xs, const float *w, I ws, I K, V *acc,
-                                                       const int RR, const int NN) {
-#pragma GCC unroll 16
-  for (int i = 0; i < RR * NN; i++) acc[i] = (V){0};
-  I k = 0;
-  for (; k + LANES <= K; k += LANES)
-#pragma GCC unroll 4
-    for (int r = 0; r < RR; r++) {
-      V xv = load(x + r * xs + k);
-      const float *p = w + k;
-#pragma GCC unroll 16
-      for (int n = 0; n < NN; n++, p += ws) acc[r * NN + n] += xv * load(p);
-    }
-  if (k < K)
-    for (int r = 0; r < RR; r++)
-      for (int n = 0; n < NN; n++) acc[r * NN + n] += at(x + r * xs, k, K) * at(w + n * ws, k, K);
-}
-
-/* y[n] = x . w[n] for N rows of w */
-static void matvec(const float *x, const float *w, I ws, float *y, I N, I K) {
-  V acc[16];
-  I n = 0;
-  for (; n + 16 <= N; n += 16) {
-    tile(x, 0, w + n * ws, ws, K, acc, 1, 16);
-    store(y + n, sums(acc));
-  }
-  for (; n < N; n++) {
-    tile(x, 0, w + n * ws, ws, K, acc, 1, 1);
-    y[n] = sum(acc[0]);
-  }
-}
-
-/* y[r][n] = b[n] + x[r] . w[n] */
-static void linear(const float *x, I xs, const float *w, const float *b, float *y, I ys, I rows, I N, I K) {
-  I whole = rows / 4 * 4, n = 0;
-  V acc[16];
-  float out[16];
-  for (; n + 4 <= N; n += 4)
-    for (I r = 0; r < whole; r += 4) {
-      tile(x + r * xs, xs, w + n * K, K, K, acc, 4, 4);
-      store(out, sums(acc));
-      for (int i = 0; i < 4; i++) memcpy(y + (r + i) * ys + n, out + 4 * i, 4 * sizeof(float));
-    }
-  for (I r = 0; r < whole; r++) matvec(x + r * xs, w + n * K, K, y + r * ys + n, N - n, K);
-  for (I r = whole; r < rows; r++) matvec(x + r * xs, w, K, y + r * ys, N, K);
-  if (b)
-    for (I r = 0; r < rows; r++)
-      for (n = 0; n < N; n++) y[r * ys + n] += b[n];
-}
-
 static void rmsnorm(const float *x, const float *w, float *y, I n, float eps) {
   float r = 1.0f / sqrtf(dot(x, x, n) / n + eps);
   for (I i = 0; i < n; i++) y[i] = x[i] * r * w[i];
-}
-
-/* Ask for p[n] ahead of its use: caches are long, and read once a step, so a step waits for memory more than it counts.
- */
-static inline void fetch(const float *p, I n) {
-  for (I i = 0; i < n; i += LANES) __builtin_prefetch(p + i, 0, 2);
-}
-
-/* Rows of floats, PAGE of them in a page: row l is row l % PAGE of page table[l / PAGE], `row` floats apart in it. */
-enum { PAGE = LANES };
-typedef struct {
-  const float *pool;
-  const I *table;
-  I page, row;
-} Paged;
-static inline const float *from(Paged p, I l) { return p.pool + p.table[l / PAGE] * p.page + l % PAGE * p.row; }
-
-/* sums[0..3] += w[l] values[l] over one page's n positions: 32 columns, even and odd positions apart, so that no sum
-   waits for the last; asks for `ahead` on the way. */
-static inline __attribute__((always_inline)) void mix_page(const float *w, const float *v, I vs, I n, V *sums,
-                                                           const float *ahead, I ks) {
-  I l = 0;
-#pragma GCC unroll 8
-  for (; l + 2 <= n; l += 2, v += 2 * vs) {
-    if (ahead) fetch(ahead + l * ks, 2 * ks);
-    sums[0] += w[l] * load(v);
-    sums[1] += w[l] * load(v + LANES);
-    sums[2] += w[l + 1] * load(v + vs);
-    sums[3] += w[l + 1] * load(v + vs + LANES);
-  }
-  if (l < n) {
-    sums[0] += w[l] * load(v);
-    sums[1] += w[l] * load(v + LANES);
-  }
-}
-
-/* out = share * sum over l < L of w[l] values[l] */
-static void mix(const float *w, Paged values, I vn, float *out, I L, float share, Paged next) {
-  I i = 0, whole = L / PAGE * PAGE;
-  for (; i + 2 * LANES <= vn; i += 2 * LANES) {
-    V sums[4] = {0};
-    for (I l = 0; l < whole; l += PAGE)
-      mix_page(w + l, from(values, l) + i, values.row, PAGE, sums, i ? 0 : from(next, l), next.row);
-    if (whole < L)
-      mix_page(w + whole, from(values, whole) + i, values.row, L - whole, sums, i ? 0 : from(next, whole), next.row);
-    store(out + i, (sums[0] + sums[2]) * share);
-    store(out + i + LANES, (sums[1] + sums[3]) * share);
-  }
-  for (; i < vn; i += LANES) {
-    V a = {0};
-    for (I l = 0; l < L; l++) a += w[l] * at(from(values, l) + i, 0, vn - i);
-    put(out, i, vn, a * share);
-  }
-}
-
-/* softmax(scale * q keys^T) values over L positions, kn and vn wide; `next`: the keys of the call to come. Pages are
-   taken in order, so which ones they are does not show in the result. */
-static void attend(const float *q, Paged keys, I kn, Paged values, I vn, float *out, I L, float scale, float *w,
-                   Paged next) {
-  V top = splat(-INFINITY), total = {0};
-  for (I l = 0; l < L; l += PAGE) {
-    I n = L - l < PAGE ? L - l : PAGE;
-    fetch(from(values, l), n * values.row);
-    matvec(q, from(keys, l), keys.row, w + l, n, kn);
-  }
-  for (I l = L; l % LANES; l++) w[l] = -INFINITY;
-  for (I l = 0; l < L; l += LANES) {
-    V e = load(w + l) * scale;
-    store(w + l, e);
-    top = pick(e > top, e, top);
-  }
-  for (int i = 1; i < LANES; i++) top[0] = top[i] > top[0] ? top[i] : top[0];
-  for (I l = 0; l < L; l += LANES) {
-    V e = load(w + l);
-    e = pick(e > -INFINITY, vexp(e - top[0]), splat(0));
-    store(w + l, e);
-    total += e;
-  }
-  mix(w, values, vn, out, L, 1.0f / sum(total), next);
 }
 
 #endif

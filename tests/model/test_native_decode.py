@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
+from torch import nn
 
 from nonet import native
 from nonet.engine import Engine
 from nonet.model import Model, ModelConfig, Rope, SequenceState
 from nonet.model.init import initialise
+from nonet.model.moe import Experts
 from nonet.model.native_decode import NativeDecoder
-from nonet.model.state import Memory
-from nonet.types import Request
+from nonet.model.native_weights import Weights, rounded
+from nonet.types import Request, UserError
 
 pytestmark = pytest.mark.skipif(bool(native.reason()), reason=f"no native library: {native.reason()}")
 
@@ -73,13 +77,23 @@ def states(model: Model, rows: int) -> tuple[SequenceState, SequenceState]:
     return out[0], out[1]
 
 
-@pytest.mark.parametrize("rows", [1, 4, 21, 37])
+@pytest.fixture(params=[1, 2, 3])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("rows", [1, 4, 21, 70])
 @pytest.mark.parametrize("name", MODELS)
 @torch.inference_mode()
-def test_logits_and_state_are_those_of_torch(name, rows):
+def test_logits_and_state_are_those_of_torch(name, rows, together):
     model = made(name)
     decoder = NativeDecoder.of(model)
     assert decoder is not None
+    decoder.together = together
     ours, theirs = states(model, rows)
     for step in range(8):
         tokens = (torch.arange(rows) * 7 + step).remainder(model.config.vocab_size).unsqueeze(1)
@@ -94,43 +108,90 @@ def test_logits_and_state_are_those_of_torch(name, rows):
             torch.testing.assert_close(mine[key], other[key], atol=2e-2 if model.config.quant else 5e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["llama", "odd"])
+@pytest.mark.parametrize("weights", ["float32", "bf16", "int8", "mxfp4"])
+@pytest.mark.parametrize("name", ["llama", "odd", "k3"])
 @torch.inference_mode()
-def test_a_row_does_not_depend_on_its_batch_mates_to_the_last_bit(name):
+def test_a_row_depends_on_neither_batch_mates_nor_threads_to_the_last_bit(name, weights, threads):
     model = made(name)
-    decoder = NativeDecoder.of(model)
+    decoder = NativeDecoder.of(model, weights)
     assert decoder is not None
     together, apart = states(model, 21)
     tokens = torch.arange(21).unsqueeze(1)
+    decoder.together = False
     want = decoder.step(tokens, together)
     for b in (0, 3, 15, 16, 20):
+        decoder.together = b % 2 == 1
         assert torch.equal(decoder.step(tokens[b : b + 1], apart.rows(b, b + 1))[0], want[b])
+    decoder.together = True
+    assert torch.equal(decoder.step(tokens, states(model, 21)[0]), want)
 
 
-@pytest.mark.parametrize("name", ["llama", "k3", "odd"])
 @torch.inference_mode()
-def test_a_row_does_not_depend_on_the_pages_it_got_to_the_last_bit(name):
+def test_long_contexts_are_brought_together_from_their_spans(threads):
+    for name in ("llama", "odd"):
+        model = made(name)
+        decoder = NativeDecoder.of(model)
+        assert decoder is not None
+        tokens = torch.randint(0, 40, (2, 700), generator=torch.Generator().manual_seed(3))
+        ours = SequenceState.new(model.config, 2, 720, torch.float32)
+        theirs = SequenceState.new(model.config, 2, 720, torch.float32)
+        for state in (ours, theirs):
+            model(tokens, state, torch.tensor([700, 511]))
+        want = model.logits(model(tokens[:, :1], theirs)[:, -1]).log_softmax(-1)
+        torch.testing.assert_close(decoder.step(tokens[:, :1], ours).log_softmax(-1), want, atol=2e-5, rtol=0)
+
+
+def twin(model: Model, weights: Weights) -> Model:
+    """The model whose float32 weights are the numbers that copies in `weights` stand for."""
+    rule = model.config.quant.rule if model.config.quant else "even"
+    out = copy.deepcopy(model)
+    out.lm_head.weight = nn.Parameter(out.lm_head.weight.detach().clone())
+    for name, module in out.named_modules():
+        if isinstance(module, nn.Linear) and not name.endswith("kv_b_proj"):
+            module.weight.data = rounded(module.weight.data, weights, rule)
+        if isinstance(module, Experts):
+            kind = "mxfp4" if model.config.quant else weights
+            for p in module.parameters():
+                p.data = rounded(p.data, kind, rule)
+    return out
+
+
+@pytest.mark.parametrize("rows", [1, 7])
+@pytest.mark.parametrize("weights", ["bf16", "int8", "mxfp4"])
+@pytest.mark.parametrize("name", MODELS)
+@torch.inference_mode()
+def test_weights_in_fewer_bits_are_a_torch_model_with_rounded_weights(name, weights, rows):
     model = made(name)
-    decoder = NativeDecoder.of(model)
+    decoder, reference = NativeDecoder.of(model, weights), twin(model, weights)
     assert decoder is not None
-    ordered, tokens = states(model, 5)[0], torch.arange(5).unsqueeze(1)
-    scattered = elsewhere(ordered)
-    for _ in range(6):
-        assert torch.equal(decoder.step(tokens, scattered), decoder.step(tokens, ordered))
+    ours, theirs = states(reference, rows)
+    for step in range(3):
+        tokens = (torch.arange(rows) * 7 + step).remainder(model.config.vocab_size).unsqueeze(1)
+        want = reference.logits(reference(tokens, theirs)[:, -1]).log_softmax(-1)
+        got = decoder.step(tokens, ours).log_softmax(-1)
+        torch.testing.assert_close(got, want, atol=2e-2 if model.config.quant else 2e-5, rtol=0)
+        assert float((got - want).abs().median()) < 3e-6
 
 
-def elsewhere(state: SequenceState) -> SequenceState:
-    """The same sequences in a larger memory, on other pages and slots."""
-    pages, slots = 2 * state.memory.pages, 2 * state.memory.slots
-    memory = Memory(state.memory.config, pages, slots, torch.float32)
-    generator = torch.Generator().manual_seed(3)
-    table_BP = torch.randperm(pages, generator=generator)[: state.table_BP.numel()].view_as(state.table_BP)
-    slot_B = torch.randperm(slots, generator=generator)[: state.batch]
-    for mine, theirs in zip(memory.layers, state.layers, strict=True):
-        for name, pool in theirs.items():
-            to, source = (slot_B, state.slot_B) if name in ("matrix", "tail") else (table_BP, state.table_BP)
-            mine[name][to] = pool[source]
-    return SequenceState(memory, table_BP, slot_B, state.lengths_B.clone())
+@pytest.mark.parametrize("weights", ["bf16", "int8", "mxfp4"])
+@torch.no_grad()
+def test_copies_follow_the_weights(weights):
+    model = made("k3")
+    decoder = NativeDecoder.of(model, weights)
+    assert decoder is not None
+    tokens = torch.tensor([[3], [5]])
+    decoder.step(tokens, states(model, 2)[0])
+    for p in model.parameters():
+        p.mul_(1.1)
+    ours, theirs = states(model, 2)
+    reference = twin(model, weights)
+    want = reference.logits(reference(tokens, theirs)[:, -1])
+    torch.testing.assert_close(decoder.step(tokens, ours), want, atol=1e-4, rtol=1e-4)
+
+
+def test_unknown_formats_are_refused_by_name():
+    with pytest.raises(UserError, match="weights 'fp3': not one of float32, bf16, int8, mxfp4"):
+        NativeDecoder.of(made("llama"), "fp3")
 
 
 @torch.inference_mode()

@@ -1,0 +1,138 @@
+/* Kimi delta attention, one position per row: y[rows][D] from h[rows][D]; formulas those of model/kda.py. */
+
+#ifndef NONET_DECODE_KDA_H
+#define NONET_DECODE_KDA_H
+
+#include "decode_model.h"
+
+/* by_tap[kernel][K]: taps [K][kernel] of one head. */
+static void turn(const float *taps, I K, I kernel, float *by_tap) {
+  for (I c = 0; c < K; c++)
+    for (I j = 0; j < kernel; j++) by_tap[j * K + c] = taps[c * kernel + j];
+}
+
+/* Convolve K channels with their remembered inputs, apply SiLU, shift the memory. tail: [kernel-1][stride]. */
+static void convolve(float *x, const float *by_tap, float *tail, I stride, I K, I kernel) {
+  for (I i = 0; i < K; i += LANES) {
+    const V now = at(x, i, K);
+    V y = now * at(by_tap + (kernel - 1) * K, i, K);
+    for (I j = 0; j < kernel - 1; j++) {
+      y += at(tail + j * stride, i, K) * at(by_tap + j * K, i, K);
+      put(tail + j * stride, i, K, j + 2 < kernel ? at(tail + (j + 1) * stride, i, K) : now);
+    }
+    put(x, i, K, y * vsigmoid(y));
+  }
+}
+
+/* NN vectors of columns of the delta rule. Reading S with q in the pass that reads it with k leaves one pass that
+   writes: d = beta (v - S^T (a o k)), o = S^T (a o q) + (q . k) d, S <- a o S + k d^T. */
+static INLINE void delta_band(const int NN, float *S, I K, I i, const float *a, const float *ka, const float *qa,
+                              const float *k, float qk, const float *v, float beta, float *o) {
+  V read[NN], out[NN];
+#pragma GCC unroll 4
+  for (int n = 0; n < NN; n++) read[n] = out[n] = (V){0};
+  for (I j = 0; j < K; j++)
+#pragma GCC unroll 4
+    for (int n = 0; n < NN; n++) {
+      V s = NN > 1 ? load(S + j * K + i + n * LANES) : at(S + j * K, i, K);
+      read[n] += ka[j] * s;
+      out[n] += qa[j] * s;
+    }
+#pragma GCC unroll 4
+  for (int n = 0; n < NN; n++) {
+    read[n] = beta * (at(v, i + n * LANES, K) - read[n]);
+    put(o, i + n * LANES, K, out[n] + qk * read[n]);
+  }
+  for (I j = 0; j < K; j++)
+#pragma GCC unroll 4
+    for (int n = 0; n < NN; n++) {
+      float *s = S + j * K;
+      if (NN > 1) store(s + i + n * LANES, a[j] * load(s + i + n * LANES) + k[j] * read[n]);
+      else put(s, i, K, a[j] * at(s, i, K) + k[j] * read[n]);
+    }
+}
+
+static void delta(const float *q, const float *k, const float *v, const float *g, float beta, float *S, float *o, I K) {
+  float a[K], ka[K], qa[K];
+  MAP(K, g, a, vexp(e));
+  MAP(K, k, ka, e * at(a, i_, n_));
+  MAP(K, q, qa, e * at(a, i_, n_));
+  const float qk = dot(q, k, K);
+  I i = 0;
+  for (; i + 4 * LANES <= K; i += 4 * LANES) delta_band(4, S, K, i, a, ka, qa, k, qk, v, beta, o);
+  for (; i < K; i += LANES) delta_band(1, S, K, i, a, ka, qa, k, qk, v, beta, o);
+}
+
+static void l2_normalise(float *x, I K, float scale) {
+  float r = scale / sqrtf(dot(x, x, K) + 1e-6f);
+  for (I i = 0; i < K; i++) x[i] *= r;
+}
+
+/* g[K] of head j, in place: the logarithm of its decay. */
+static void decay(const Model *m, const Layer *l, I j, float *g) {
+  const I K = m->KK;
+  const float rate = expf(l->decay[j]), *dt = l->dt + j * K;
+  if (m->softplus) /* log(1 + e^x), as torch has it: x itself from 20 on */
+    for (I i = 0; i < K; i++) {
+      float x = g[i] + dt[i];
+      g[i] = -rate * (x > 20.0f ? x : log1pf(expf(x)));
+    }
+  else MAP(K, g, g, m->lower * vsigmoid((e + at(dt, i_, n_)) * rate));
+}
+
+/* What the projections made of one token, by row: q, k, v, g and the output gate are [rows][H * KK], beta [rows][H]. */
+typedef struct {
+  float *q, *k, *v, *g, *gate, *beta;
+} Delta;
+
+/* Head j of row r; its gated output replaces the gate. taps: of q, k and v, by tap. */
+static void kda_head(const Work *w, const Layer *l, const Delta *p, I r, I j, const float *taps) {
+  const Model *m = w->m;
+  const I K = m->KK, C = m->H * K, past = m->kernel - 1, slot = w->where->slots[w->first + r], i = r * C + j * K;
+  float *tail = l->pool2 + slot * past * 3 * C + j * K, o[K], *gate = p->gate + i;
+  convolve(p->q + i, taps, tail, 3 * C, K, m->kernel);
+  convolve(p->k + i, taps + m->kernel * K, tail + C, 3 * C, K, m->kernel);
+  convolve(p->v + i, taps + 2 * m->kernel * K, tail + 2 * C, 3 * C, K, m->kernel);
+  decay(m, l, j, p->g + i);
+  l2_normalise(p->q + i, K, 1.0f / sqrtf(K));
+  l2_normalise(p->k + i, K, 1.0f);
+  const float x = p->beta[r * m->H + j];
+  delta(p->q + i, p->k + i, p->v + i, p->g + i, 1.0f / (1.0f + expf(-x)), l->pool + (slot * m->H + j) * K * K, o, K);
+  rmsnorm(o, l->o_norm, o, K, m->eps);
+  MAP(K, gate, gate, vsigmoid(e) * at(o, i_, n_));
+}
+
+static void kda(const Work *w, const Layer *l, const float *h, float *y) {
+  const Model *m = w->m;
+  const Team *t = &w->team;
+  const I H = m->H, K = m->KK, C = H * K, D = m->D, rows = w->rows;
+  float *s = w->shared, *low = s + 5 * rows * C + rows * H, *low2 = low + rows * m->rank;
+  const Delta p = {s, s + rows * C, s + 2 * rows * C, s + 3 * rows * C, s + 4 * rows * C, s + 5 * rows * C};
+  linear(t, weight(m, l->q, 0, C, D), h, rows, p.q);
+  linear(t, weight(m, l->k, 0, C, D), h, rows, p.k);
+  linear(t, weight(m, l->v, 0, C, D), h, rows, p.v);
+  linear(t, weight(m, l->beta, 0, H, D), h, rows, p.beta);
+  linear(t, weight(m, l->f_a, 0, m->rank, D), h, rows, low);
+  if (m->gate_rank) linear(t, weight(m, l->g_a, 0, m->gate_rank, D), h, rows, low2);
+  else linear(t, weight(m, l->g, 0, C, D), h, rows, p.gate);
+  meet(t);
+  linear(t, weight(m, l->f_b, 0, C, m->rank), low, rows, p.g);
+  if (m->gate_rank) linear(t, weight(m, l->g, 0, C, m->gate_rank), low2, rows, p.gate);
+  meet(t);
+  I from, to;
+  share(t, H * rows, 1, &from, &to);
+  for (I i = from, turned = -1; i < to; i++) { /* head by head, so that its taps are turned once for all rows */
+    const I j = i / rows, at = j * K * m->kernel;
+    if (j != turned) {
+      turn(l->q_conv + at, K, m->kernel, w->own);
+      turn(l->k_conv + at, K, m->kernel, w->own + m->kernel * K);
+      turn(l->v_conv + at, K, m->kernel, w->own + 2 * m->kernel * K);
+      turned = j;
+    }
+    kda_head(w, l, &p, i % rows, j, w->own);
+  }
+  meet(t);
+  linear(t, weight(m, l->o, 0, D, C), p.gate, rows, y);
+}
+
+#endif

@@ -1,0 +1,211 @@
+/* Products of rows of floats with matrices of weights in one of four formats, split over a team of threads.
+
+   Every element of a product is summed in one fixed order: lane i of a vector takes k = i, i + 16, ..., then the lanes
+   are folded. Neither the other rows, nor the tile it falls into, nor the number of threads has a say. */
+
+#ifndef NONET_PRODUCTS_H
+#define NONET_PRODUCTS_H
+
+#include "vector.h"
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#define INLINE inline __attribute__((always_inline))
+
+/* --------------------------------------------------------------------- team */
+
+/* Threads that carry the same rows through the model; alone where size is 1. */
+typedef struct {
+  I rank, size;
+} Team;
+
+/* Nobody goes on before all have come. */
+static void meet(const Team *t) {
+  if (t->size > 1) {
+#pragma omp barrier
+  }
+}
+
+/* from..to: this thread's part of n things, in whole grains. */
+static void share(const Team *t, I n, I grain, I *from, I *to) {
+  I grains = (n + grain - 1) / grain;
+  *from = grains * t->rank / t->size * grain;
+  *to = grains * (t->rank + 1) / t->size * grain;
+  if (*from > n) *from = n;
+  if (*to > n) *to = n;
+}
+
+/* ------------------------------------------------------------------ formats */
+
+enum { FLOAT32 = 0, BF16 = 1, INT8 = 2, MXFP4 = 3, GROUP = 32, PANEL = 16 };
+
+/* [N][K]. FLOAT32 is torch's own memory. The others are copies (model/native_weights.py): all rows one after another,
+   each filled up with zeros to whole groups of 32, then the scales.
+
+     BF16   the upper halves of floats
+     INT8   bytes; then a float a row
+     MXFP4  16 bytes a group, byte i holding code i below and code i + 16 above; then a biased exponent a group */
+typedef struct {
+  const void *at;
+  const float *bias;
+  I format, N, K;
+} Matrix;
+
+static INLINE I groups(I K) { return (K + GROUP - 1) / GROUP; }
+
+static INLINE I row_bytes(const I format, I K) {
+  return format == FLOAT32 ? 4 * K : groups(K) * (format == BF16 ? 64 : format == INT8 ? 32 : 16);
+}
+
+static INLINE I matrix_bytes(const I format, I N, I K) {
+  return N * (row_bytes(format, K) + (format == INT8 ? 4 : format == MXFP4 ? groups(K) : 0));
+}
+
+/* Matrix number e of a stack of equal ones. */
+static Matrix nth(Matrix w, I e) {
+  w.at = (const char *)w.at + e * matrix_bytes(w.format, w.N, w.K);
+  return w;
+}
+
+typedef uint16_t Halves __attribute__((vector_size(32), aligned(2)));
+
+static INLINE V halves(const char *p) {
+  Halves h;
+  memcpy(&h, p, sizeof h);
+  return (V)(__builtin_convertvector(h, VI) << 16);
+}
+
+/* 16 bytes as integers. GCC 12 takes __builtin_convertvector apart here, byte by byte. */
+static INLINE VI bytes(const char *p) {
+#if defined(__AVX512F__)
+  return (VI)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p));
+#elif defined(__AVX2__)
+  union {
+    __m256i half[2];
+    VI whole;
+  } u = {{_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)),
+          _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(p + 8)))}};
+  return u.whole;
+#else
+  VI v;
+  for (int i = 0; i < LANES; i++) v[i] = (int8_t)p[i];
+  return v;
+#endif
+}
+
+/* The sixteen values of E2M1 by code, times a scale: looked up by the low four bits of each lane. */
+static INLINE V grid(uint8_t exponent) {
+  const V codes = {0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -.5f, -1, -1.5f, -2, -3, -4, -6};
+  uint32_t u = exponent ? (uint32_t)exponent << 23 : 1u << 22; /* 2^-127 is below the normal floats */
+  float scale;
+  memcpy(&scale, &u, sizeof scale);
+  return codes * scale;
+}
+
+/* Weights 16 half .. 16 half + 15 of the group at p; INT8 without its row's scale. */
+static INLINE V weights(const I format, const char *p, const int half, V values) {
+  if (format == FLOAT32) return load((const float *)p + 16 * half);
+  if (format == BF16) return halves(p + 32 * half);
+  if (format == INT8) return __builtin_convertvector(bytes(p + 16 * half), V);
+  return __builtin_shuffle(values, half ? bytes(p) >> 4 : bytes(p));
+}
+
+/* ----------------------------------------------------------------- products */
+
+/* acc[r * NN + n] = x[r] . w[n] over K, as vectors still to be folded. exponents: of the first row, MXFP4 only.
+   ahead: how many bytes further weights are asked for, because memory is what one row at a time waits for. */
+static INLINE void tile(const I format, const int RR, const int NN, const float *x, I xs, const char *w, I stride,
+                        const uint8_t *exponents, I K, V *acc, I ahead) {
+  const I bytes_a_group = row_bytes(format, GROUP), G = groups(K);
+#pragma GCC unroll 16
+  for (int i = 0; i < RR * NN; i++) acc[i] = (V){0};
+  I k = 0;
+  for (; k + GROUP <= K; k += GROUP)
+#pragma GCC unroll 16
+    for (int n = 0; n < NN; n++) {
+      const char *p = w + n * stride + k / GROUP * bytes_a_group;
+      V values = format == MXFP4 ? grid(exponents[n * G + k / GROUP]) : splat(0);
+      V low = weights(format, p, 0, values), high = weights(format, p, 1, values);
+      __builtin_prefetch(p + ahead, 0, 3);
+      if (format == FLOAT32) __builtin_prefetch(p + ahead + 64, 0, 3);
+#pragma GCC unroll 16
+      for (int r = 0; r < RR; r++) {
+        acc[r * NN + n] += load(x + r * xs + k) * low;
+        acc[r * NN + n] += load(x + r * xs + k + LANES) * high;
+      }
+    }
+  for (I first = k; k < K; k += LANES)
+    for (int n = 0; n < NN; n++) {
+      const char *p = w + n * stride + first / GROUP * bytes_a_group;
+      V values = format == MXFP4 ? grid(exponents[n * G + G - 1]) : splat(0);
+      V rest = format == FLOAT32 ? at((const float *)p, k - first, K - first)
+               : k == first      ? weights(format, p, 0, values)
+                                 : weights(format, p, 1, values);
+      for (int r = 0; r < RR; r++) acc[r * NN + n] += at(x + r * xs, k, K) * rest;
+    }
+}
+
+/* y[r][n] for RR rows and a panel of 16 columns. */
+static INLINE void panel(const I format, const int RR, const float *x, I xs, const char *w, I stride,
+                         const uint8_t *exponents, I K, float *y, I ys, I ahead) {
+  const int NN = PANEL / RR;
+  V acc[PANEL];
+  float out[PANEL];
+  for (int n = 0; n < PANEL; n += NN) {
+    tile(format, RR, NN, x, xs, w + n * stride, stride, exponents + n * groups(K), K, acc, ahead);
+    store(out, sums(acc));
+    for (int r = 0; r < RR; r++) memcpy(y + r * ys + n, out + r * NN, NN * sizeof(float));
+  }
+}
+
+/* y[r][n] = x[r] . w[n] for n in from..to; rows of x, w and y are xs, stride and ys apart. ahead: bytes from a panel's
+   weights to those of the next. */
+static INLINE void product(const I format, const float *x, I xs, I rows, const char *w, I stride,
+                           const uint8_t *exponents, I K, float *y, I ys, I from, I to, I ahead) {
+  const I G = groups(K);
+  for (I n = from; n < to; n += PANEL) {
+    const char *v = w + n * stride;
+    const uint8_t *e = exponents + n * G;
+    if (n + PANEL > to) {
+      for (; n < to; n++, v += stride, e += G)
+        for (I r = 0; r < rows; r++) {
+          V acc[1];
+          tile(format, 1, 1, x + r * xs, xs, v, stride, e, K, acc, 0);
+          y[r * ys + n] = sum(acc[0]);
+        }
+      return;
+    }
+    I r = 0;
+    for (; r + 4 <= rows; r += 4) panel(format, 4, x + r * xs, xs, v, stride, e, K, y + r * ys + n, ys, r ? 0 : ahead);
+    for (; r + 2 <= rows; r += 2) panel(format, 2, x + r * xs, xs, v, stride, e, K, y + r * ys + n, ys, r ? 0 : ahead);
+    for (; r < rows; r++) panel(format, 1, x + r * xs, xs, v, stride, e, K, y + r * ys + n, ys, r ? 0 : ahead);
+  }
+}
+
+/* y[rows][n] = bias + x[rows][K] w^T for n in from..to; rows of y are N apart. */
+static void columns(const Matrix *w, const float *x, I rows, float *y, I from, I to) {
+  const I N = w->N, K = w->K, stride = row_bytes(w->format, K), ahead = PANEL * stride;
+  const char *base = w->at, *scales = base + N * stride;
+  const uint8_t *exponents = (const uint8_t *)scales;
+  if (w->format == FLOAT32) product(FLOAT32, x, K, rows, base, stride, 0, K, y, N, from, to, ahead);
+  if (w->format == BF16) product(BF16, x, K, rows, base, stride, 0, K, y, N, from, to, ahead);
+  if (w->format == INT8) product(INT8, x, K, rows, base, stride, 0, K, y, N, from, to, ahead);
+  if (w->format == MXFP4) product(MXFP4, x, K, rows, base, stride, exponents, K, y, N, from, to, ahead);
+  for (I r = 0; r < rows; r++) {
+    if (w->format == INT8)
+      for (I n = from; n < to; n++) y[r * N + n] *= ((const float *)scales)[n];
+    if (w->bias)
+      for (I n = from; n < to; n++) y[r * N + n] += w->bias[n];
+  }
+}
+
+/* y[rows][N] = bias + x[rows][K] w^T: each of the team its columns. Nobody waits. */
+static void linear(const Team *t, Matrix w, const float *x, I rows, float *y) {
+  I from, to;
+  share(t, w.N, PANEL, &from, &to);
+  columns(&w, x, rows, y, from, to);
+}
+
+#endif
