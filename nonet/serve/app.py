@@ -167,7 +167,7 @@ async def _refused(request: Request, error: Exception) -> JSONResponse:
 
 async def _invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    return await _refused(request, invalid(error.errors()))
+    return await _refused(request, invalid(error.errors(), error.body))
 
 
 async def _http_error(request: Request, error: Exception) -> JSONResponse:

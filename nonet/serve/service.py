@@ -54,6 +54,7 @@ class Service:
         self._text_thread = ThreadPoolExecutor(1, "text")
         self._syntax = CallSyntax.of(tokenizer) if tokenizer.template is not None else None
         self._answerings: set[Answering] = set()
+        self._rendering = 0  # answers whose prompts are not tokens yet
 
     # -------------------------------------------------------------------- state
 
@@ -68,7 +69,7 @@ class Service:
     @property
     def queued(self) -> int:
         """Answers that wait for their first token."""
-        return sum(inbox.started_at is None for a in self._answerings for inbox in a.inboxes)
+        return self._rendering + sum(inbox.started_at is None for a in self._answerings for inbox in a.inboxes)
 
     async def metrics_text(self) -> bytes:
         generator = self._generator
@@ -98,10 +99,15 @@ class Service:
 
         The answering must be given to `end`.
         """
-        self._admit(ask)
         opening = self._opening(ask)
-        loop = asyncio.get_running_loop()
-        prompts = await loop.run_in_executor(self._text_thread, self._prompts, ask, opening)
+        asked = max(1, len(ask.prompts)) * ask.count
+        self._admit(ask, asked)
+        self._rendering += asked
+        try:
+            loop = asyncio.get_running_loop()
+            prompts = await loop.run_in_executor(self._text_thread, self._prompts, ask, opening)
+        finally:
+            self._rendering -= asked
         head = Head(f"{kind}-{uuid.uuid4().hex}", self.name, int(time.time()), "", tuple(p.tokens for p in prompts))
         requests = self._requests(ask, head.id, prompts)
         choices = [self._choice(ask, opening, p) for p in prompts for _ in range(ask.count)]
@@ -121,13 +127,12 @@ class Service:
         answering.free()
         self.metrics.answered(answering, route, began)
 
-    def _admit(self, ask: Ask) -> None:
+    def _admit(self, ask: Ask, asked: int) -> None:
         if self.draining or self.failed:
             raise _going_down()
         if ask.model not in (None, self.name):
             told = f"model = {ask.model!r:.80}: not served here; ask for {self.name!r}"
             raise Refusal(told, 404, code="model_not_found", param="model")
-        asked = max(1, len(ask.prompts)) * ask.count
         if asked > self.limits.choices:
             most = self.limits.choices
             raise Refusal(f"n = {ask.count}: {asked} answers in one request; at most {most} are allowed", param="n")

@@ -33,8 +33,10 @@ class Inbox:
 
 @dataclass(frozen=True)
 class _Order:
+    """done: who waits for the result or the exception; None: nobody, and an exception means that the engine broke."""
+
     act: Callable[[], Any]
-    done: asyncio.Future[Any]
+    done: asyncio.Future[Any] | None = None
 
 
 class Worker:
@@ -70,11 +72,11 @@ class Worker:
 
     def abort(self, ids: Sequence[str]) -> None:
         """Free requests before the next step. Those that have ended, or were never there, are passed over."""
-        self._orders.put(_Order(lambda: self._abort(ids), self._loop.create_future()))
+        self._orders.put(_Order(lambda: self._abort(ids)))
 
     def cut(self, reason: Refusal) -> None:
         """Free every request; each answer ends with `reason`."""
-        self._orders.put(_Order(lambda: self._cut(reason), self._loop.create_future()))
+        self._orders.put(_Order(lambda: self._cut(reason)))
 
     def close(self) -> None:
         """Stop after the step that is running."""
@@ -99,6 +101,8 @@ class Worker:
             try:
                 self._settle(order, order.act())
             except Exception as e:
+                if order.done is None:
+                    raise
                 self._settle(order, e)
         return True
 
@@ -114,7 +118,7 @@ class Worker:
                 self._look(request_id, inbox, news)
         for inbox, _ in news:
             inbox.started_at = inbox.started_at or time.monotonic()
-        self._tell([(inbox, completion) for inbox, completion in news])
+        self._tell(news)
 
     def _look(self, request_id: str, inbox: Inbox, news: list[tuple[Inbox, News]]) -> None:
         written = self._generator.written(request_id, inbox.seen)
@@ -151,9 +155,9 @@ class Worker:
 
     def _die(self, error: BaseException) -> None:
         reason = Refusal("the engine has failed; the server is going down", 500, "server_error", "engine_failed")
+        self._loop.call_soon_threadsafe(self._on_failure, error)
         self._tell([(inbox, reason) for inbox in self._inboxes.values()])
         self._inboxes.clear()
-        self._loop.call_soon_threadsafe(self._on_failure, error)
         while (order := self._orders.get()) is not None:
             self._settle(order, reason)
 
@@ -162,7 +166,8 @@ class Worker:
             self._loop.call_soon_threadsafe(_deliver, news)
 
     def _settle(self, order: _Order, result: Any) -> None:
-        self._loop.call_soon_threadsafe(_resolve, order.done, result)
+        if order.done is not None:
+            self._loop.call_soon_threadsafe(_resolve, order.done, result)
 
 
 def _since(completion: Completion, seen: int) -> Completion:

@@ -113,19 +113,32 @@ def error_body(error: UserError) -> dict[str, Any]:
     return {"error": {"message": told.message, "type": told.kind, "param": told.param, "code": told.code}}
 
 
-def invalid(errors: Sequence[Mapping[str, Any]]) -> Refusal:
-    """The first of pydantic's errors about a body as one sentence: field, value, fix."""
-    first = errors[0]
-    place = [str(p) for p in first["loc"] if p != "body"]
-    name = ".".join(place) or "body"
-    if first["type"] == "json_invalid":
-        return Refusal(f"body: not JSON: {first['ctx']['error']} at character {place[0]}; send one JSON object")
-    if first["type"] == "extra_forbidden":
-        return Refusal(f"{name} = {_short(first['input'])}: this server has no such field; leave it out", param=name)
-    if first["type"] == "missing":
+def invalid(errors: Sequence[Mapping[str, Any]], body: Any) -> Refusal:
+    """Pydantic's errors about a body as one sentence: field, value, fix. Told is the deepest one: of the forms a field
+    may take, the one the value came nearest to.
+    """
+    deepest = max(errors, key=lambda e: len(_place(e, body)))
+    name = ".".join(_place(deepest, body)) or "body"
+    if deepest["type"] == "json_invalid":
+        return Refusal(f"body: not JSON: {deepest['ctx']['error']}; send one JSON object")
+    if deepest["type"] == "extra_forbidden":
+        return Refusal(f"{name} = {_short(deepest['input'])}: this server has no such field; leave it out", param=name)
+    if deepest["type"] == "missing":
         return Refusal(f"{name}: missing; it must be given", param=name)
-    reason = first["msg"].removeprefix("Value error, ")
-    return Refusal(f"{name} = {_short(first['input'])}: {reason[:1].lower()}{reason[1:]}", param=name)
+    reason = deepest["msg"].removeprefix("Value error, ")
+    return Refusal(f"{name} = {_short(deepest['input'])}: {reason[:1].lower()}{reason[1:]}", param=name)
+
+
+def _place(error: Mapping[str, Any], body: Any) -> list[str]:
+    """The way to the value at fault. Pydantic also names the forms it tried; those are no keys of the body."""
+    place: list[str] = []
+    for key in error["loc"]:
+        if (isinstance(body, dict) and key in body) or (isinstance(body, list) and key in range(len(body))):
+            body = body[key]
+            place.append(str(key))
+    if error["type"] == "missing" and error["loc"][-1] != "body":
+        place.append(str(error["loc"][-1]))
+    return place
 
 
 def _short(value: Any) -> str:

@@ -13,7 +13,7 @@ from nonet.wire.openai import MOST_TOP_LOGPROBS, Body, OpenAIReply, usage_body
 _MAX_TOKENS = 16  # the API's own default for this format
 TokenId = Annotated[StrictInt, Field(ge=0, lt=2**31)]
 Ids = Annotated[list[TokenId], Field(min_length=1)]
-Several = Annotated[list[str] | list[Ids], Field(min_length=1)]
+Several = Annotated[list[str | Ids], Field(min_length=1)]
 
 
 class CompletionBody(Body):
