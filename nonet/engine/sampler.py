@@ -1,4 +1,4 @@
-"""From logits to tokens: temperature, top-k, top-p, one counter-based uniform per draw.
+"""From logits to tokens: penalties and biases, temperature, top-k, top-p, min-p, one counter-based uniform per draw.
 
 Sampling inverts the cumulative distribution at the row's uniform, in float64, so a token is a pure function of the
 row's logits and (seed, stream, position).
@@ -6,7 +6,8 @@ row's logits and (seed, stream, position).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -14,7 +15,35 @@ import torch
 from torch import Tensor
 
 from nonet.ops.rng import uniforms
-from nonet.types import UserError
+from nonet.types import Sampling, UserError
+
+
+@dataclass(frozen=True)
+class Edit:
+    """What penalties look at: the tokens of the prompt and those written since (a list that may still grow)."""
+
+    sampling: Sampling
+    prompt: Sequence[int]
+    written: Sequence[int]
+
+    @staticmethod
+    def wanted(p: Sampling) -> bool:
+        penalised = p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1
+        return bool(penalised or p.logit_bias)
+
+    def apply(self, logits_W: Tensor) -> Tensor:
+        """Repetition penalty on prompt and completion, presence and frequency penalty on the completion, biases."""
+        p, out_W = self.sampling, logits_W.clone()
+        if p.repetition_penalty != 1:
+            seen = torch.tensor([*self.prompt, *self.written], device=out_W.device).unique()
+            old = out_W[seen]
+            out_W[seen] = torch.where(old > 0, old / p.repetition_penalty, old * p.repetition_penalty)
+        if self.written and (p.presence_penalty or p.frequency_penalty):
+            said, counts = torch.tensor(self.written, device=out_W.device).unique(return_counts=True)
+            out_W[said] -= p.presence_penalty + p.frequency_penalty * counts.to(out_W.dtype)
+        for token, bias in p.logit_bias:
+            out_W[token] += bias
+        return out_W
 
 
 @dataclass
@@ -22,6 +51,7 @@ class SamplingRows:
     """Per-row sampling parameters, parallel arrays. positions: index of the token about to be drawn.
 
     draws: the uniforms of (keys, positions) where they were computed ahead; None: they are computed here.
+    edits: row -> what was said before, for the rows whose logits are penalised or biased.
     """
 
     temperature: np.ndarray
@@ -29,12 +59,19 @@ class SamplingRows:
     top_p: np.ndarray
     keys: np.ndarray
     positions: np.ndarray
+    min_p: np.ndarray | None = None
     draws: np.ndarray | None = None
+    edits: dict[int, Edit] = field(default_factory=dict)
 
     @cached_property
     def plain(self) -> bool:
         """True when every row samples from the model's own distribution."""
-        return bool(((self.temperature == 1) & (self.top_k == 0) & (self.top_p == 1)).all())
+        return bool(((self.temperature == 1) & (self.top_k == 0) & (self.top_p == 1) & (self.least == 0)).all())
+
+    @cached_property
+    def least(self) -> np.ndarray:
+        """min_p of each row."""
+        return np.zeros(len(self.top_k)) if self.min_p is None else self.min_p
 
     @cached_property
     def greedy(self) -> np.ndarray | None:
@@ -49,7 +86,8 @@ def sample(logits_BW: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor, Tenso
     A greedy row (temperature 0) is a point mass: its behaviour log-prob is 0. UserError where logits are not finite.
     """
     raw_BW = logits_BW.float().log_softmax(-1)
-    shaped_BW = _transform(raw_BW, rows)
+    said_BW = _edited(logits_BW, raw_BW, rows.edits)
+    shaped_BW = _transform(said_BW, rows)
     cdf_BW = shaped_BW.double().exp().cumsum(-1)
     draws = uniforms(rows.keys, rows.positions) if rows.draws is None else rows.draws
     u_B1, total_B1 = torch.from_numpy(draws).to(cdf_BW.device).unsqueeze(1), cdf_BW[:, -1:]
@@ -60,7 +98,7 @@ def sample(logits_BW: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor, Tenso
     token_B1 = torch.searchsorted(cdf_BW, target_B1, right=True)
     greedy_B1 = None if rows.greedy is None else torch.from_numpy(rows.greedy).to(cdf_BW.device).unsqueeze(1)
     if greedy_B1 is not None:
-        token_B1 = torch.where(greedy_B1, raw_BW.argmax(-1, keepdim=True), token_B1)
+        token_B1 = torch.where(greedy_B1, said_BW.argmax(-1, keepdim=True), token_B1)
     before_B1 = raw_BW.gather(1, token_B1)
     after_B1 = before_B1 if shaped_BW is raw_BW else shaped_BW.gather(1, token_B1)
     if greedy_B1 is not None:
@@ -68,8 +106,24 @@ def sample(logits_BW: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor, Tenso
     return token_B1.squeeze(1), after_B1.squeeze(1), before_B1.squeeze(1)
 
 
+def top(logits_W: Tensor, count: int) -> tuple[tuple[int, float], ...]:
+    """The `count` most likely tokens of the model's own distribution with their log-probs, likeliest first."""
+    found = logits_W.float().log_softmax(-1).topk(count)
+    return tuple(zip(found.indices.tolist(), found.values.tolist(), strict=True))
+
+
+def _edited(logits_BW: Tensor, raw_BW: Tensor, edits: dict[int, Edit]) -> Tensor:
+    """Log-probs of the edited logits; the very tensor where nothing is edited."""
+    if not edits:
+        return raw_BW
+    out_BW = raw_BW.clone()
+    for b, edit in edits.items():
+        out_BW[b] = edit.apply(logits_BW[b].float()).log_softmax(-1)
+    return out_BW
+
+
 def _transform(raw_BW: Tensor, rows: SamplingRows) -> Tensor:
-    """Log-probs after temperature, then top-k, then top-p, renormalised.
+    """Log-probs after temperature, then top-k, then top-p, then min-p, renormalised.
 
     A step touches only the rows that ask for it: what a row gets, to the last bit, is no business of its batch-mates.
     """
@@ -82,6 +136,8 @@ def _transform(raw_BW: Tensor, rows: SamplingRows) -> Tensor:
         shaped_BW = _only(rows.top_k > 0, _keep_top_k(shaped_BW, rows.top_k), shaped_BW)
     if (rows.top_p < 1).any():
         shaped_BW = _only(rows.top_p < 1, _keep_top_p(shaped_BW, rows.top_p), shaped_BW)
+    if (rows.least > 0).any():
+        shaped_BW = _only(rows.least > 0, _keep_likely(shaped_BW, rows.least), shaped_BW)
     return shaped_BW
 
 
@@ -105,3 +161,9 @@ def _keep_top_p(logp_BW: Tensor, top_p: np.ndarray) -> Tensor:
     drop = before >= torch.from_numpy(top_p).to(mass).unsqueeze(1)
     drop[:, 0] = False
     return logp_BW.masked_fill(torch.zeros_like(drop).scatter(1, order, drop), float("-inf")).log_softmax(-1)
+
+
+def _keep_likely(logp_BW: Tensor, min_p: np.ndarray) -> Tensor:
+    """Tokens at least min_p times as likely as the likeliest."""
+    share_B1 = torch.from_numpy(min_p).to(logp_BW).unsqueeze(1).log()
+    return logp_BW.masked_fill(logp_BW < logp_BW.amax(-1, keepdim=True) + share_B1, float("-inf")).log_softmax(-1)

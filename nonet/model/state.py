@@ -14,7 +14,6 @@ garbage that masks never let through; a slot that starts a sequence must be zero
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,7 +31,6 @@ class Memory:
     def __init__(
         self, config: ModelConfig, pages: int, slots: int, dtype: torch.dtype, device: torch.device | str = "cpu"
     ):
-        self.config, self.dtype = config, dtype
         self.pages, self.slots = pages, slots
         self.layers: list[dict[str, Tensor]] = []
         for mixer in config.layer_mixers:
@@ -69,10 +67,11 @@ class Memory:
             for name in layer.keys() & _BY_PAGE:
                 layer[name][target] = layer[name][source]
 
-    def copy_slot(self, source: int, target: int) -> None:
-        for layer in self.layers:
-            for name in layer.keys() - _BY_PAGE:
-                layer[name][target] = layer[name][source]
+    def copy_slot(self, source: int, target: int, memory: Memory | None = None) -> None:
+        """source: a slot of `memory`, which may keep another dtype; None: of this one."""
+        for mine, theirs in zip(self.layers, (memory or self).layers, strict=True):
+            for name in mine.keys() - _BY_PAGE:
+                mine[name][target] = theirs[name][source]
 
     def clear_slot(self, slot: int) -> None:
         """As before the first position."""
@@ -142,38 +141,3 @@ class SequenceState:
         """Sequences start..stop-1, the same memory; advancing one advances the other."""
         parts = (t[start:stop] for t in (self.table_BP, self.slot_B, self.lengths_B))
         return SequenceState(self.memory, *parts, dense=self.dense)
-
-    def select(self, rows: Sequence[int]) -> SequenceState:
-        """A copy of some rows, in the order given, in a memory of its own."""
-        index = torch.as_tensor(rows, dtype=torch.long, device=self.lengths_B.device)
-        out = self._like(len(rows), self.table_BP.shape[1])
-        out.lengths_B[:] = self.lengths_B[index]
-        for mine, theirs in zip(out.layers, self.layers, strict=True):
-            for name, pool in theirs.items():
-                at = self.table_BP[index].flatten() if name in _BY_PAGE else self.slot_B[index]
-                mine[name].copy_(pool[at])
-        return out
-
-    def write(self, at: int, other: SequenceState) -> None:
-        """Copy all rows of `other` over rows at, at+1, ...; `other` may have less room, never more filled than fits."""
-        stop, P = at + other.batch, min(self.table_BP.shape[1], other.table_BP.shape[1])
-        self.lengths_B[at:stop] = other.lengths_B
-        for mine, theirs in zip(self.layers, other.layers, strict=True):
-            for name, pool in theirs.items():
-                if name in _BY_PAGE:
-                    mine[name][self.table_BP[at:stop, :P]] = pool[other.table_BP[:, :P]]
-                else:
-                    mine[name][self.slot_B[at:stop]] = pool[other.slot_B]
-
-    def move(self, source: int, target: int) -> None:
-        """Copy one row over another."""
-        self.write(target, self.rows(source, source + 1))
-
-    def resized(self, batch: int, capacity: int) -> SequenceState:
-        """A copy with other limits; rows and positions beyond them are dropped, new ones are zero."""
-        out = self._like(batch, -(-capacity // PAGE))
-        out.write(0, self.rows(0, min(batch, self.batch)))
-        return out
-
-    def _like(self, batch: int, pages: int) -> SequenceState:
-        return SequenceState.new(self.memory.config, batch, pages * PAGE, self.memory.dtype, self.lengths_B.device)

@@ -166,35 +166,11 @@ def test_a_memory_grows_without_forgetting_and_copies_are_independent(name):
 
 
 @every_model
-def test_select_copies_rows_in_the_order_given(name):
-    state = grown(model(name), [3, 9, 6])
-    chosen = state.select([2, 0, 2])
-    assert_continues(name, chosen, [6, 3, 6])
-    assert_continues(name, state, [3, 9, 6])  # the copy left the original alone
-
-
-@every_model
 def test_rows_are_a_view(name):
     state = grown(model(name), [3, 9, 6])
     assert_continues(name, state.rows(1, 3), [9, 6])
     assert state.lengths_B.tolist() == [3, 11, 8]
     assert_continues(name, state, [3, 11, 8])
-
-
-@every_model
-def test_move_and_resize_keep_what_sequences_remember(name):
-    state = grown(model(name), [3, 9, 6])
-    state.move(2, 0)
-    assert_continues(name, state.resized(4, T + 40).rows(0, 3), [6, 9, 6])
-    assert_continues(name, state.resized(2, 11), [6, 9])
-
-
-@every_model
-@pytest.mark.parametrize("room", [8, T, 40])
-def test_write_copies_between_states_of_different_room(name, room):
-    target = grown(model(name), [12, 2, 7], capacity=30)
-    target.write(1, grown(model(name), [6, 5], capacity=room))
-    assert_continues(name, target, [12, 6, 5])
 
 
 def test_a_state_without_room_is_refused():
