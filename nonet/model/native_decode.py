@@ -43,6 +43,9 @@ _SIZES = (
 _RULES = {"floor": 0, "even": 1, "ceil": 2, "rceil": 3}
 # Of one core, for choosing how threads share a step: bytes and operations a second, seconds a meeting of threads.
 _STREAM, _ARITHMETIC, _MEET, _MEETS = 12e9, 70e9, 0.7e-6, 9
+# Other work on the same cores makes a meeting last about a turn of the scheduler. A step that lost more by that than
+# meeting gains is followed by some in which nobody waits.
+_TURN, _CROWDED = 3e-3, 50
 
 
 class _Layer(ctypes.Structure):
@@ -88,6 +91,7 @@ class NativeDecoder:
         self._elements += model.lm_head.weight.numel()
         self._addresses: list[int] = []
         self._pools: list[int] = []
+        self._crowded = 0  # steps left before threads try again to meet
 
     def step(self, tokens_B1: Tensor, state: SequenceState) -> Tensor:
         model, threads = self.model, torch.get_num_threads()
@@ -102,9 +106,15 @@ class NativeDecoder:
         addresses = (state.lengths_B.data_ptr(), table.data_ptr(), slots.data_ptr(), *(t.data_ptr() for t in turned))
         rows = _Rows(state.batch, table.shape[1], *addresses)
         x, logits = ctypes.c_void_p(x_BD.data_ptr()), ctypes.c_void_p(logits_BW.data_ptr())
-        how = (ctypes.c_int64(threads), ctypes.c_int64(self._together(state.batch, threads)))
-        if self._step(ctypes.byref(self._model), self._layers, x, ctypes.byref(rows), logits, *how):
+        gain, stalls = self._gain(state.batch, threads), ctypes.c_int64()
+        together = gain > 0 and not self._crowded if self.together is None else self.together
+        how = (ctypes.c_int64(threads), ctypes.c_int64(together))
+        failed = self._step(
+            ctypes.byref(self._model), self._layers, x, ctypes.byref(rows), logits, *how, ctypes.byref(stalls)
+        )
+        if failed:
             raise MemoryError(f"decode_step: no memory for the scratch of {state.batch} rows")
+        self._crowded = _CROWDED if stalls.value * _TURN > gain else max(0, self._crowded - 1)
         state.lengths_B += 1
         return logits_BW
 
@@ -113,16 +123,14 @@ class NativeDecoder:
         turned = self.model.rotation(state.lengths_B[:, None])
         return () if turned is None else (turned[0].contiguous(), turned[1].contiguous())
 
-    def _together(self, rows: int, threads: int) -> bool:
-        """Whether all threads had better carry the same rows: that reads weights once for MOST rows and leaves no core
-        idle, but costs meetings. Apart, each thread carries ALONE rows at a time and reads all weights for them.
+    def _gain(self, rows: int, threads: int) -> float:
+        """Seconds saved, or lost, if all threads carry the same rows: that reads weights once for MOST rows and leaves
+        no core idle, but costs meetings. Apart, each thread carries ALONE rows at a time and reads all weights for them.
         """
-        if self.together is not None:
-            return self.together
         reading, row = self._elements * BITS[self.weights] / 8 / _STREAM, 2 * self._elements / _ARITHMETIC
-        blocks, meetings = -(-rows // ALONE), _MEET * _MEETS * len(self.model.layers) if threads > 1 else 0.0
-        apart = -(-blocks // threads) * (reading + min(rows, ALONE) * row)
-        return -(-rows // MOST) * (reading / threads + meetings) + rows * row / threads < apart
+        meetings = _MEET * _MEETS * len(self.model.layers) if threads > 1 else 0.0
+        apart = -(-rows // (ALONE * threads)) * (reading + min(rows, ALONE) * row)
+        return apart - -(-rows // MOST) * (reading / threads + meetings) - rows * row / threads
 
     def refresh(self) -> None:
         """The weights have changed, perhaps behind torch's back (through .data or numpy)."""

@@ -125,17 +125,19 @@ static I own_floats(const Model *m, I rows) {
 static float *room(I floats) { return aligned_alloc(64, (floats * sizeof(float) + 63) / 64 * 64); }
 
 static int carry_together(const Model *m, const Layer *layers, float *x, const Rows *where, float *logits, I longest,
-                          I threads) {
+                          I threads, I *stalls) {
   const I B = where->B, most = B < MOST ? B : MOST, own = (own_floats(m, most) + LANES) / LANES * LANES;
   float *shared = room(shared_floats(m, layers, most, longest)), *owned = room(threads * own);
+  Gate gate = {0, 0, 0};
   if (shared && owned) {
 #pragma omp parallel num_threads(threads)
     for (I first = 0; first < B; first += MOST) {
-      const Team team = {omp_get_thread_num(), omp_get_num_threads()};
+      const Team team = {omp_get_thread_num(), omp_get_num_threads(), &gate};
       const Work w = {team, m, where, first, B - first < MOST ? B - first : MOST, shared, owned + team.rank * own};
       carry(w, layers, x + first * m->D, logits + first * m->W);
     }
   }
+  *stalls = atomic_load(&gate.stalls);
   const int failed = !shared || !owned;
   free(shared);
   free(owned);
@@ -152,7 +154,7 @@ static int carry_apart(const Model *m, const Layer *layers, float *x, const Rows
     if (!shared || !own) failed = 1;
 #pragma omp for schedule(dynamic)
     for (I first = 0; first < B; first += ALONE) {
-      const Work w = {{0, 1}, m, where, first, B - first < ALONE ? B - first : ALONE, shared, own};
+      const Work w = {{0, 1, 0}, m, where, first, B - first < ALONE ? B - first : ALONE, shared, own};
       if (shared && own) carry(w, layers, x + first * m->D, logits + first * m->W);
     }
     free(shared);
@@ -161,11 +163,13 @@ static int carry_apart(const Model *m, const Layer *layers, float *x, const Rows
   return failed;
 }
 
-/* x [B][D]: embeddings, overwritten. together: whether all threads carry the same rows. Returns 0, or 1 when memory ran
-   out. */
+/* x [B][D]: embeddings, overwritten. together: whether all threads carry the same rows. stalls: how often a thread waited
+   for one that had no core. Returns 0, or 1 when memory ran out. */
 int decode_step(const Model *m, const Layer *layers, float *x, const Rows *where, float *logits, I threads,
-                I together) {
+                I together, I *stalls) {
   I longest = 1;
   for (I b = 0; b < where->B; b++) longest = larger(longest, where->lengths[b] + 1);
-  return (together ? carry_together : carry_apart)(m, layers, x, where, logits, longest, threads);
+  *stalls = 0;
+  if (together) return carry_together(m, layers, x, where, logits, longest, threads, stalls);
+  return carry_apart(m, layers, x, where, logits, longest, threads);
 }

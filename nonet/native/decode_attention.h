@@ -39,11 +39,14 @@ static void attend(const Work *w, const Layer *l, Sight (*sight)(const Work *, c
   share(&w->team, items, 1, &from, &to);
   for (I r = 0; r < w->rows; r++)
     for (I g = 0; g < groups; g++) {
-      const Sight a = sight(w, l, r, g);
-      const I head = r * groups * a.heads + g * a.heads, one = groups * a.heads * record(a.vn);
-      for (I s = 0; s < spans(a.L); s++, item++)
-        if (from <= item && item < to)
-          attend_span(&a, q + head * a.kn, a.kn, s, says + starts[r] + s * one + g * a.heads * record(a.vn), w->own);
+      const Sight a = sight(w, l, r, g), next = sight(w, l, g + 1 < groups || r + 1 == w->rows ? r : r + 1, (g + 1) % groups);
+      const I head = r * groups * a.heads + g * a.heads, one = groups * a.heads * record(a.vn), n = spans(a.L);
+      for (I s = 0; s < n; s++, item++) {
+        if (item < from || item >= to) continue;
+        const Later later = s + 1 < n ? keys_of(&a, s + 1) : keys_of(&next, 0);
+        float *say = says + starts[r] + s * one + g * a.heads * record(a.vn);
+        attend_span(&a, q + head * a.kn, a.kn, s, say, w->own, &later);
+      }
     }
 }
 
@@ -106,7 +109,7 @@ static void absorb(const Work *w, const Layer *l, I j, const float *q, float *qu
   const I H = m->H, N = m->nope, E = m->extra, R = m->R, T = R + E, width = N + E;
   const float *pages[N / PAGE + 1];
   for (I n = 0; n < N; n += PAGE) pages[n / PAGE] = l->kv_b + (j * (N + m->VD) + n) * R;
-  mix(w->rows, q + j * width, H * width, pages, N, R, R, query + j * T, H * T);
+  mix(w->rows, q + j * width, H * width, pages, N, R, R, query + j * T, H * T, 0);
   for (I r = 0; r < w->rows; r++)
     memcpy(query + (r * H + j) * T + R, q + (r * H + j) * width + N, E * sizeof(float));
 }

@@ -6,6 +6,9 @@
 #ifndef NONET_PRODUCTS_H
 #define NONET_PRODUCTS_H
 
+#include <sched.h>
+#include <stdatomic.h>
+
 #include "vector.h"
 
 #if defined(__AVX2__)
@@ -16,15 +19,38 @@
 
 /* --------------------------------------------------------------------- team */
 
+/* Where a team waits for its last: how many have come, how many times all have, and how many times somebody waited so
+   long that a thread must have been without a core. */
+typedef struct {
+  _Alignas(64) atomic_long come;
+  _Alignas(64) atomic_long rounds;
+  _Alignas(64) atomic_long stalls;
+} Gate;
+
 /* Threads that carry the same rows through the model; alone where size is 1. */
 typedef struct {
   I rank, size;
+  Gate *gate;
 } Team;
 
-/* Nobody goes on before all have come. */
+/* Looks before a waiting thread gives its core away (some tens of microseconds), and before it counts as a stall. */
+enum { PATIENCE = 1 << 12, STALL = PATIENCE + (1 << 9) };
+
+/* Nobody goes on before all have come. Who waits long gives its core away: the one waited for may need it. */
 static void meet(const Team *t) {
-  if (t->size > 1) {
-#pragma omp barrier
+  if (t->size == 1) return;
+  const long round = atomic_load(&t->gate->rounds);
+  if (atomic_fetch_add(&t->gate->come, 1) + 1 == t->size) {
+    atomic_store(&t->gate->come, 0);
+    atomic_store(&t->gate->rounds, round + 1);
+    return;
+  }
+  for (int looks = 0; atomic_load(&t->gate->rounds) == round; looks++) {
+    if (looks == STALL) atomic_fetch_add(&t->gate->stalls, 1);
+    if (looks > PATIENCE) sched_yield();
+#if defined(__x86_64__)
+    else __builtin_ia32_pause();
+#endif
   }
 }
 
@@ -128,8 +154,8 @@ static INLINE void tile(const I format, const int RR, const int NN, const float 
       const char *p = w + n * stride + k / GROUP * bytes_a_group;
       V values = format == MXFP4 ? grid(exponents[n * G + k / GROUP]) : splat(0);
       V low = weights(format, p, 0, values), high = weights(format, p, 1, values);
-      __builtin_prefetch(p + ahead, 0, 3);
-      if (format == FLOAT32) __builtin_prefetch(p + ahead + 64, 0, 3);
+      if (ahead) __builtin_prefetch(p + ahead, 0, 3);
+      if (ahead && format == FLOAT32) __builtin_prefetch(p + ahead + 64, 0, 3);
 #pragma GCC unroll 16
       for (int r = 0; r < RR; r++) {
         acc[r * NN + n] += load(x + r * xs + k) * low;
@@ -161,7 +187,7 @@ static INLINE void panel(const I format, const int RR, const float *x, I xs, con
 }
 
 /* y[r][n] = x[r] . w[n] for n in from..to; rows of x, w and y are xs, stride and ys apart. ahead: bytes from a panel's
-   weights to those of the next. */
+   weights to those of the next, 0 to ask for nothing. */
 static INLINE void product(const I format, const float *x, I xs, I rows, const char *w, I stride,
                            const uint8_t *exponents, I K, float *y, I ys, I from, I to, I ahead) {
   const I G = groups(K);
