@@ -263,7 +263,8 @@ def serve(
 
     address = Address(host, port, api_key)
     limits = Limits(int(max_body_mb * 1e6), max_seconds, max_queued, max_answers, drain_seconds)
-    engine = Engine(hf.load(model), max_batch)
+    # The engine looks for stop texts in its own thread, so it decodes with a tokenizer of its own.
+    engine = Engine(hf.load(model), max_batch, decode=Tokenizer(model).decode)
     status = serve_generator(engine, Tokenizer(model), name or model.resolve().name, address, limits)
     raise typer.Exit(status)
 

@@ -34,6 +34,7 @@ from nonet.progress import progress
 CONTEXT = 256
 _WORDS = ("the cat sat on the mat and looked at the moon", "one two three four five six seven", "hello there")
 _JSON = {"Content-Type": "application/json"}
+_MALFORMED = (b"{", b"[]", b'{"prompt": 7, "messages": 7}', b'{"nonsense": 1}')
 _CHAT, _TEXT = "/v1/chat/completions", "/v1/completions"
 
 
@@ -115,7 +116,7 @@ def run(port: int, work: Load, name: str, count: int) -> list[tuple[str, bool, f
     with ThreadPoolExecutor(work.clients) as clients, progress(f"bench serve: {name}", count) as bar:
         for outcome in clients.map(lambda i: _request(port, work, random.Random(f"{name}/{i}")), range(count)):
             done.append(outcome)
-            bar(len(done))
+            bar(len(done), "")
     return done
 
 
@@ -151,8 +152,8 @@ def _body(kind: str, rng: random.Random) -> tuple[str, bytes]:
 def _fits(kind: str, status: int, text: str) -> bool:
     """Whether this is a complete answer, or the refusal this kind must get."""
     if kind == "ordinary":
-        complete = text.endswith("data: [DONE]\n\n") or (text.startswith("{") and json.loads(text)["usage"])
-        return status == 200 and bool(complete) and text[-24:] != '"finish_reason":null}]}'
+        complete = text.endswith("data: [DONE]\n\n") or (text.startswith("{") and "usage" in json.loads(text))
+        return status == 200 and complete
     code = json.loads(text)["error"]["code"]
     return status == 400 and (kind == "malformed" or code == "context_length_exceeded")
 
@@ -161,9 +162,9 @@ def _fits(kind: str, status: int, text: str) -> bool:
 
 
 def left(port: int) -> dict[str, float]:
-    """What the server and its engine hold: open requests, queued answers, and whatever the engine calls live."""
-    text = _get(port, "/metrics")
-    found = re.findall(r"^(nonet_open_requests|nonet_queue_depth|nonet_engine_\w*live\w*) (\S+)$", text, re.MULTILINE)
+    """What the server and its engine hold: open requests, queued answers, requests in the engine, pages in use."""
+    names = "nonet_open_requests|nonet_queue_depth|nonet_engine_(?:running|waiting|pages_live)"
+    found = re.findall(rf"^({names}) (\S+)$", _get(port, "/metrics"), re.MULTILINE)
     return {name: float(value) for name, value in found}
 
 

@@ -144,6 +144,7 @@ class _Events(StreamingResponse):
             async for index, written in self._answering.news():
                 for event in reply.news(index, written):
                     yield event
+                await asyncio.sleep(0)  # where news have piled up: others, and a hang-up, get their turn
             for event in reply.end(self._answering.usage()):
                 yield event
         except Refusal as refusal:

@@ -10,13 +10,14 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from nonet.types import Sampling, UserError
 from nonet.wire.ask import Ask, Head, Refusal, Usage, Written
 from nonet.wire.sse import DONE, event
 
 MOST_TOP_LOGPROBS = 20
+_LEAST_TEMPERATURE = 1e-6
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
@@ -59,6 +60,14 @@ class Body(BaseModel):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+
+    @field_validator("temperature")
+    @classmethod
+    def _not_vanishing(cls, value: float) -> float:
+        """Log-probs divided by less would overflow."""
+        if 0 < value < _LEAST_TEMPERATURE:
+            raise ValueError(f"must be 0 (greedy) or at least {_LEAST_TEMPERATURE:g}")
+        return value
 
     @model_validator(mode="before")
     @classmethod

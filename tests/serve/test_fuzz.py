@@ -1,4 +1,7 @@
-"""Whatever is sent, the answer is no server error. A longer run: NONET_FUZZ_EXAMPLES=2000 pytest tests/serve/test_fuzz.py"""
+"""Whatever is sent, the answer is no server error.
+
+A longer run: NONET_FUZZ_EXAMPLES=2000 pytest tests/serve/test_fuzz.py
+"""
 
 from __future__ import annotations
 
@@ -43,8 +46,8 @@ JSON = st.recursive(
     lambda x: st.lists(x) | st.dictionaries(st.text(), x),
 )
 FIELDS = [
-    "model", "prompt", "messages", "max_tokens", "n", "stop", "stream", "logprobs", "echo", "seed", "tools", "tool_choice",
-    "logit_bias", "stream_options", "temperature", "user", "metadata", "top_logprobs", "response_format",
+    "model", "prompt", "messages", "max_tokens", "n", "stop", "stream", "logprobs", "echo", "seed", "tools", "user",
+    "tool_choice", "logit_bias", "stream_options", "temperature", "metadata", "top_logprobs", "response_format",
 ]  # fmt: skip
 
 

@@ -50,6 +50,7 @@ def error(response: httpx2.Response, status: int) -> dict[str, Any]:
         ({"best_of": 3}, "best_of", "no such field"),
         ({"guided_regex": "a+"}, "guided_regex", "no such field; leave it out"),
         ({"temperature": -1}, "temperature", "temperature = -1"),
+        ({"temperature": 1e-40}, "temperature", "0 (greedy) or at least"),
         ({"top_p": 0}, "top_p", "greater than 0"),
         ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
         ({"n": 17}, "n", "at most 16"),
