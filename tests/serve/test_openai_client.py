@@ -130,3 +130,41 @@ def test_nothing_is_in_flight_afterwards(served):
     text = httpx2.get(f"{served}/metrics").text
     assert "nonet_open_requests 0.0" in text and "nonet_queue_depth 0.0" in text
     assert 'nonet_requests_total{outcome="answered",route="/v1/chat/completions"}' in text
+
+
+def test_the_engine_and_the_text_agree_on_where_a_stop_text_ends_the_answer(client, toolful):
+    asked = dict(model="tiny", prompt="hello", max_tokens=60, seed=3, extra_body={"return_token_ids": True})
+    free = client.completions.create(**asked).choices[0]
+    stop = free.text[10:12]
+    stopped = client.completions.create(**asked, stop=stop)
+    choice = stopped.choices[0]
+    assert choice.finish_reason == "stop" and choice.text == free.text.partition(stop)[0]
+    n = stopped.usage.completion_tokens
+    assert choice.token_ids == free.token_ids[:n]
+    assert stop in toolful.decode(free.token_ids[:n]) and stop not in toolful.decode(free.token_ids[: n - 1])
+
+
+def test_the_likeliest_tokens_are_told_beside_the_drawn_one(client):
+    asked = dict(model="tiny", messages=CHAT, max_tokens=10, temperature=0, logprobs=True, top_logprobs=4)
+    entries = client.chat.completions.create(**asked).choices[0].logprobs.content
+    for entry in entries:
+        told = [top.logprob for top in entry.top_logprobs]
+        assert len(told) == 4 and told == sorted(told, reverse=True)
+        assert entry.logprob == told[0] and entry.token == entry.top_logprobs[0].token
+        assert entry.bytes is None or bytes(entry.bytes).decode() == entry.token
+
+
+def test_a_banned_token_is_not_drawn(client):
+    asked = dict(model="tiny", prompt="hello", max_tokens=8, temperature=0, extra_body={"return_token_ids": True})
+    likeliest = client.completions.create(**asked).choices[0].token_ids[0]
+    banned = client.completions.create(**asked, logit_bias={str(likeliest): -100}).choices[0]
+    assert likeliest not in banned.token_ids
+
+
+def test_a_conversation_that_goes_on_is_remembered(client):
+    text = "hello " * 12
+    asked = [{"role": "system", "content": text}, {"role": "user", "content": "one"}]
+    first = client.chat.completions.create(model="tiny", messages=asked, max_tokens=4).usage
+    longer = [*asked, {"role": "assistant", "content": "two"}, {"role": "user", "content": "three"}]
+    second = client.chat.completions.create(model="tiny", messages=longer, max_tokens=4).usage
+    assert first.prompt_tokens_details.cached_tokens < second.prompt_tokens_details.cached_tokens <= first.prompt_tokens
