@@ -21,7 +21,7 @@ def _run(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 def _tests(*arguments: str) -> tuple[dict[str, Any], bool]:
-    done = _run(PYTHON, "-m", "pytest", "-q", *arguments)
+    done = _run(PYTHON, "-m", "pytest", *arguments)
     closing = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else "no output"
     return {"pytest " + " ".join(arguments): closing}, done.returncode == 0
 
