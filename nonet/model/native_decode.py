@@ -124,8 +124,8 @@ class NativeDecoder:
         return () if turned is None else (turned[0].contiguous(), turned[1].contiguous())
 
     def _gain(self, rows: int, threads: int) -> float:
-        """Seconds saved, or lost, if all threads carry the same rows: that reads weights once for MOST rows and leaves
-        no core idle, but costs meetings. Apart, each thread carries ALONE rows at a time and reads all weights for them.
+        """Seconds saved, or lost, if all threads carry the same rows: that reads weights once for MOST rows and
+        leaves no core idle, but costs meetings. Apart, each thread carries ALONE rows and reads all weights for them.
         """
         reading, row = self._elements * BITS[self.weights] / 8 / _STREAM, 2 * self._elements / _ARITHMETIC
         meetings = _MEET * _MEETS * len(self.model.layers) if threads > 1 else 0.0
