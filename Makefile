@@ -12,7 +12,7 @@ install: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,tasks,parquet,serve]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,tasks,parquet]"
 	$(BIN)/python -m nonet.native
 	touch $(STAMP)
 

@@ -80,7 +80,7 @@ class Service:
         """Take no more requests; return when the last answer is complete, or was cut after `limits.drain_s`."""
         self.draining = True
         until = time.monotonic() + self.limits.drain_s
-        while self._answerings and time.monotonic() < until:
+        while (self._answerings or self._rendering) and time.monotonic() < until:
             await asyncio.sleep(0.02)
         self._worker.cut(_going_down())
 
