@@ -336,6 +336,8 @@ class Request:
     stop_texts   end when the completion's text contains one of these (the engine needs a decoder for it)
     boundaries   how many tokens of the prompt each message ends at, ascending: where the prefix cache takes snapshots
     top_logprobs how many of the most likely tokens are reported with their log-probs before the sampling transform
+    resumed      how many of the last tokens are the completion's own, written before a pause: penalties and stop_texts
+                 look at them too
     """
 
     id: str
@@ -348,11 +350,17 @@ class Request:
     stop_texts: tuple[str, ...] = ()
     boundaries: tuple[int, ...] = ()
     top_logprobs: int = 0
+    resumed: int = 0
 
     def continued(self, completion: Completion) -> Request:
         """The request that finishes a paused completion; its budget shrinks by what was already written."""
         written = len(completion.tokens)
-        return replace(self, tokens=self.tokens + completion.tokens, max_tokens=self.max_tokens - written)
+        return replace(
+            self,
+            tokens=self.tokens + completion.tokens,
+            max_tokens=self.max_tokens - written,
+            resumed=self.resumed + written,
+        )
 
 
 @dataclass(frozen=True, slots=True)

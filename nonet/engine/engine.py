@@ -60,14 +60,16 @@ class Engine:
         cache_bytes: int = 256 << 20,
         snapshots: int = 256,
         snapshot_dtype: torch.dtype | None = None,
+        weights: str = "float32",
     ):
         """native: decode through C where the machine and the model allow it (float32 on a CPU with a compiler).
+        weights: what that reads, float32, bf16, int8 or mxfp4 (model/native_weights.py); prompts are read in float32.
         decode: token ids to text, for stop_texts. pages: limit of the memory, of 16 positions each (None: as needed).
         chunk: tokens of prompts computed a step. cache_bytes: pages kept that no row uses. snapshots: KDA states kept,
         in snapshot_dtype (None: the model's; bfloat16 is half the size and no longer exact).
         """
         weight = model.embed_tokens.weight
-        self._native = NativeDecoder.of(model) if native and not deterministic else None
+        self._native = NativeDecoder.of(model, weights) if native and not deterministic else None
         self.model, self.deterministic, self.version, self.decode = model, deterministic, version, decode
         self.context, self.device = model.config.max_position, weight.device
         self.ledger = Ledger(Memory(model.config, 0, 0, weight.dtype, weight.device), pages, max_batch)
@@ -289,7 +291,7 @@ class Engine:
         if row.tokens[-1] in request.stop_ids:
             return "stop"
         if request.stop_texts and self.decode is not None:
-            text = self.decode(row.written)
+            text = self.decode(row.said)
             if any(stop in text for stop in request.stop_texts):
                 return "stop"
         return "length" if len(row.logprobs) >= request.max_tokens else None

@@ -50,7 +50,7 @@ def sampling_of(rows: Sequence[Row]) -> SamplingRows:
         keys=np.array([r.key for r in rows], np.uint64),
         positions=np.array([r.length for r in rows], np.uint64),
         draws=draws(rows),
-        edits={i: Edit(r.request.sampling, r.request.tokens, r.written) for i, r in enumerate(rows) if r.edited},
+        edits={i: Edit(r.request.sampling, r.request.tokens, r.said) for i, r in enumerate(rows) if r.edited},
     )
 
 
@@ -94,4 +94,4 @@ class Decoding:
         self.sampling.draws = draws(self.rows)
         for i in self._edited:
             r = self.rows[i]
-            self.sampling.edits[i] = Edit(r.request.sampling, r.request.tokens, r.written)
+            self.sampling.edits[i] = Edit(r.request.sampling, r.request.tokens, r.said)

@@ -87,8 +87,9 @@ class Row:
         return Edit.wanted(self.request.sampling)
 
     @property
-    def written(self) -> list[int]:
-        return self.tokens[len(self.request.tokens) :]
+    def said(self) -> list[int]:
+        """The completion so far, with what was written before a pause."""
+        return self.tokens[len(self.request.tokens) - self.request.resumed :]
 
     def completion(self, reason: FinishReason, version: int, since: int = 0) -> Completion:
         return Completion(
@@ -129,6 +130,8 @@ def check_request(request: Request, config: ModelConfig, pages: int | None, can_
     _check_ids(name, "logit_bias of token", [token for token, _ in r.sampling.logit_bias], config.vocab_size)
     if not 0 <= r.top_logprobs <= config.vocab_size:
         raise UserError(f"{name}: top_logprobs = {r.top_logprobs}; must be from 0 to {config.vocab_size}")
+    if not 0 <= r.resumed <= len(r.tokens):
+        raise UserError(f"{name}: resumed = {r.resumed}; must be from 0 to {len(r.tokens)}, its tokens")
     if r.stop_texts and not can_decode:
         raise UserError(f"{name}: stop_texts need an engine that can decode; give it a tokenizer, or use stop_ids")
     if "" in r.stop_texts:

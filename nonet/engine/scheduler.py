@@ -25,15 +25,11 @@ SHORT = 128  # chunks up to this long share a forward; beyond it, those within a
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows that are fed together, counts[i] tokens each. decode: one token each; fresh: all start at position 0."""
+    """Rows that are fed together, counts[i] tokens each. decode: the step's one batch of rows past their prompts."""
 
     rows: list[Row]
     counts: list[int]
-    fresh: bool = False
-
-    @property
-    def decode(self) -> bool:
-        return not self.fresh and max(self.counts) == 1
+    decode: bool = False
 
 
 class Scheduler:
@@ -64,7 +60,7 @@ class Scheduler:
             elif count := self._chunk(row, budget):
                 budget -= count
                 chunks.append((row, count))
-        batches = [Batch(ready, [1] * len(ready))] if ready else []
+        batches = [Batch(ready, [1] * len(ready), decode=True)] if ready else []
         return batches + _grouped(chunks)
 
     def _chunk(self, row: Row, budget: int) -> int:
@@ -281,4 +277,4 @@ def _grouped(chunks: list[tuple[Row, int]]) -> list[Batch]:
     groups: dict[tuple[bool, int], list[tuple[Row, int]]] = {}
     for row, count in chunks:
         groups.setdefault((row.filled == 0, max(SHORT, count - 1).bit_length()), []).append((row, count))
-    return [Batch([r for r, _ in g], [n for _, n in g], fresh) for (fresh, _), g in groups.items()]
+    return [Batch([r for r, _ in group], [n for _, n in group]) for group in groups.values()]

@@ -1,0 +1,157 @@
+"""Random programs against an engine: submit, branch, extend, pause, resume, abort, new weights, in a memory too small
+for comfort. A program is a pure function of its seed and of what the engine answers.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import tiny
+
+from nonet.engine import Engine
+from nonet.model import Model
+from nonet.types import Completion, Request, Sampling
+
+VOCAB, CONTEXT = 61, 160
+SMALL = dict(vocab=VOCAB, max_position=CONTEXT)
+SAMPLINGS = (
+    Sampling(1.0, seed=1),
+    Sampling(0.0),
+    Sampling(0.8, top_k=9, seed=2),
+    Sampling(1.2, top_p=0.9, min_p=0.02, seed=3),
+    Sampling(1.0, seed=4, presence_penalty=0.5, frequency_penalty=0.3, repetition_penalty=1.2, logit_bias=((5, 1.5),)),
+)
+TIGHT = dict(pages=10, chunk=24, max_batch=4, snapshots=5, cache_bytes=1 << 14)
+
+
+@dataclass
+class Program:
+    """Runs against `engine`; `asked` and `done` (partials joined) by id, with the version each request ran under."""
+
+    engine: Engine
+    versions: list[dict]
+    seed: int
+    random: random.Random = field(init=False)
+    asked: dict[str, Request] = field(default_factory=dict)
+    under: dict[str, int] = field(default_factory=dict)
+    done: dict[str, Completion] = field(default_factory=dict)
+    parts: dict[str, list[Completion]] = field(default_factory=dict)
+    aborted: dict[str, Completion] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+        self.systems = [self.words(n) for n in (37, 16, 5)]
+
+    def run(self, operations: int = 14) -> Iterator[None]:
+        """Yields after every operation."""
+        names = ("submit", "submit", "twins", "branch", "extend", "steps", "steps", "steps", "pause", "abort", "swap")
+        for _ in range(operations):
+            getattr(self, self.random.choice(names))()
+            yield
+        self.finish()
+        yield
+
+    # -------------------------------------------------------------- operations
+
+    def submit(self) -> None:
+        self.ask(self.random.choice(self.systems) + self.words(self.random.randint(1, 25)))
+
+    def twins(self) -> None:
+        prompt = self.random.choice(self.systems) + self.words(self.random.randint(1, 12))
+        for _ in range(3):
+            self.ask(prompt)
+
+    def branch(self) -> None:
+        """An earlier prompt, cut anywhere, and another ending."""
+        prompt = self.earlier()
+        self.ask(prompt[: self.random.randint(1, len(prompt))] + self.words(self.random.randint(1, 9)))
+
+    def extend(self) -> None:
+        """A conversation goes on: an earlier prompt, its answer, and more."""
+        if self.done:
+            name = self.random.choice(sorted(self.done))
+            self.ask(self.asked[name].tokens + self.done[name].tokens + self.words(self.random.randint(1, 9)))
+
+    def steps(self) -> None:
+        for _ in range(self.random.randint(1, 9)):
+            self.collect(self.engine.step())
+
+    def pause(self) -> None:
+        for c in self.engine.pause():
+            self.parts.setdefault(c.id, []).append(c)
+        if self.random.random() < 0.5:
+            self.engine.resume()
+        else:
+            running = [n for n in self.asked if n not in self.done and n not in self.aborted]
+            self.random.shuffle(running)
+            for name in running:
+                self.engine.submit(self.left(name))
+
+    def abort(self) -> None:
+        running = [n for n in self.asked if n not in self.done and n not in self.aborted]
+        if running:
+            name = self.random.choice(running)
+            ended = self.engine.abort(name)
+            assert ended is not None
+            self.aborted[name] = joined([*self.parts.get(name, []), ended])
+
+    def swap(self) -> None:
+        """Other weights, when nobody is writing."""
+        self.finish()
+        version = self.engine.version + 1
+        self.engine.load(version, self.versions[version % len(self.versions)])
+
+    # ----------------------------------------------------------------- pieces
+
+    def words(self, count: int) -> tuple[int, ...]:
+        return tuple(self.random.randrange(VOCAB) for _ in range(count))
+
+    def earlier(self) -> tuple[int, ...]:
+        return self.asked[self.random.choice(sorted(self.asked))].tokens if self.asked else self.systems[0]
+
+    def ask(self, prompt: tuple[int, ...]) -> None:
+        name, prompt = f"r{len(self.asked)}", prompt[: CONTEXT - 30]
+        budget = self.random.randint(1, 24)
+        edges = sorted(self.random.sample(range(1, len(prompt) + 1), min(2, len(prompt))))
+        request = Request(
+            name, prompt, budget, (7,), self.random.choice(SAMPLINGS), f"stream {name}", self.random.random() < 0.5,
+            boundaries=tuple(edges) if self.random.random() < 0.6 else (),
+        )  # fmt: skip
+        self.asked[name], self.under[name] = request, self.engine.version
+        self.engine.submit(request)
+
+    def left(self, name: str) -> Request:
+        request = self.asked[name]
+        return request.continued(joined(self.parts[name])) if name in self.parts else request
+
+    def finish(self) -> None:
+        while self.engine.busy:
+            self.collect(self.engine.step())
+
+    def collect(self, completions: list[Completion]) -> None:
+        for c in completions:
+            self.done[c.id] = joined([*self.parts.get(c.id, []), c])
+
+
+def joined(pieces: list[Completion]) -> Completion:
+    sums = {f: tuple(x for p in pieces for x in getattr(p, f)) for f in ("tokens", "logprobs", "raw_logprobs")}
+    return replace(pieces[-1], **sums, cached_tokens=0)
+
+
+def alone(model: Model, versions: list[dict], program: Program, deterministic: bool) -> dict[str, Completion]:
+    """What every request of a program writes without a cache, in a memory without limits, batched by version."""
+    out = {}
+    for version in sorted(set(program.under.values())):
+        model.load_state_dict(versions[version % len(versions)])
+        engine = Engine(model, deterministic=deterministic, version=version, prefix_cache=False)
+        for name, request in program.asked.items():
+            if program.under[name] == version:
+                engine.submit(request)
+        out |= {c.id: replace(c, cached_tokens=0) for c in engine.run()}
+    return out
+
+
+def weights(kind: str, **over) -> list[dict]:
+    return [tiny.model(kind, seed=s, **{**SMALL, **over}).state_dict() for s in (0, 7)]
