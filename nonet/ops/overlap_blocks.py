@@ -20,7 +20,8 @@ from nonet.ops.overlap_rules import Measures, Push, Rule, judge
 from nonet.types import UserError
 
 TILE = 4096  # tokens worked on together
-BYTES = {"cpu": 20 << 20, "cuda": 1 << 30}  # of a block's logits
+AT_ONCE = 8  # tiles of intermediate results that live at a time
+BYTES = {"cpu": 20 << 20, "cuda": 1 << 30}  # of a block's logits and its tiles
 
 
 class Head(NamedTuple):
@@ -125,7 +126,7 @@ class Blocks:
 
     def allocate(self) -> None:
         own = len(self.draft.weight_WD)
-        row_bytes = self.wide.itemsize * (2 * own + min(TILE, len(self.target.weight_WD)))
+        row_bytes = self.wide.itemsize * (2 * own + AT_ONCE * min(TILE, len(self.target.weight_WD)))
         fit = BYTES.get(self.draft.hidden_TD.device.type, BYTES["cpu"]) // row_bytes
         self.rows = max(1, min(fit, len(self.draft.hidden_TD)))
         self.log_q = self.draft.hidden_TD.new_empty(self.rows, own, dtype=self.wide)

@@ -83,7 +83,7 @@ CASES = st.builds(
 def test_torch_blocks_are_the_definition_at_any_tile_and_block(case, kind, tile, rows):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(overlap_blocks, "TILE", tile)
-        patch.setattr(overlap_blocks, "BYTES", {"cpu": rows * 8 * (2 * len(case.tensors[1]) + tile)})
+        patch.setattr(overlap_blocks, "BYTES", {"cpu": rows * 8 * (2 * len(case.tensors[1]) + 8 * tile)})
         compare(case.fused(WIDE, kind=kind, native=False), case.defined(kind=kind), 1e-9)
 
 
