@@ -26,6 +26,8 @@ from nonet.model.state import SequenceState
 from nonet.quant.formats import Rule
 
 MOST, ALONE, MOST_CHOSEN = 64, 16, 64  # as in decode_model.h
+LINE = 16  # floats
+_A, _I = ctypes.c_void_p, ctypes.c_int64
 _KINDS = {"gqa": 0, "kda": 1, "mla": 2}
 _POINTERS = (
     *("ln1", "ln2", "gate_b", "up_b", "down_b", "gate", "up", "down"),
@@ -83,7 +85,10 @@ class NativeDecoder:
         return None if library is None else NativeDecoder(model, library, chosen)
 
     def __init__(self, model: Model, library: ctypes.CDLL, weights: Weights = "float32"):
-        self.model, self._step = model, library.decode_step
+        self.model, self._step, self._floats = model, library.decode_step, library.decode_scratch
+        self._floats.argtypes, self._floats.restype = (_A, _A, *(_I,) * 4), _I
+        self._step.argtypes, self._step.restype = (*(_A,) * 6, *(_I,) * 3), _I
+        self._scratch = torch.empty(0)
         self.weights: Weights = weights
         self.together: bool | None = None  # whether all threads carry the same rows; None: whichever is faster
         self._parameters = list(model.parameters())
@@ -105,18 +110,21 @@ class NativeDecoder:
         table, slots, turned = state.table_BP.contiguous(), state.slot_B.contiguous(), self._rotation(state)
         addresses = (state.lengths_B.data_ptr(), table.data_ptr(), slots.data_ptr(), *(t.data_ptr() for t in turned))
         rows = _Rows(state.batch, table.shape[1], *addresses)
-        x, logits = ctypes.c_void_p(x_BD.data_ptr()), ctypes.c_void_p(logits_BW.data_ptr())
-        gain, stalls = self._gain(state.batch, threads), ctypes.c_int64()
+        gain = self._gain(state.batch, threads)
         together = gain > 0 and not self._crowded if self.together is None else self.together
-        how = (ctypes.c_int64(threads), ctypes.c_int64(together))
-        failed = self._step(
-            ctypes.byref(self._model), self._layers, x, ctypes.byref(rows), logits, *how, ctypes.byref(stalls)
-        )
-        if failed:
-            raise MemoryError(f"decode_step: no memory for the scratch of {state.batch} rows")
-        self._crowded = _CROWDED if stalls.value * _TURN > gain else max(0, self._crowded - 1)
+        scratch = self._room(state.batch, longest + 1, threads, together)
+        tensors = (x_BD.data_ptr(), ctypes.addressof(rows), logits_BW.data_ptr(), scratch)
+        stalls = self._step(ctypes.byref(self._model), self._layers, *tensors, longest + 1, threads, together)
+        self._crowded = _CROWDED if stalls * _TURN > gain else max(0, self._crowded - 1)
         state.lengths_B += 1
         return logits_BW
+
+    def _room(self, *size: int) -> int:
+        """Address of scratch that lasts from step to step, on a line of the cache."""
+        floats = self._floats(ctypes.byref(self._model), self._layers, *size)
+        if self._scratch.numel() < floats + LINE:
+            self._scratch = torch.empty(floats + LINE)
+        return -(-self._scratch.data_ptr() // 64) * 64
 
     def _rotation(self, state: SequenceState) -> tuple[Tensor, ...]:
         """cos and signed sin of each row's next position; nothing in a model without rotary positions."""

@@ -122,54 +122,32 @@ static I own_floats(const Model *m, I rows) {
   return larger(larger(mixers, site), rows * (m->L + m->EF)) + LANES;
 }
 
-static float *room(I floats) { return aligned_alloc(64, (floats * sizeof(float) + 63) / 64 * 64); }
+static I whole_lines(I floats) { return (floats + LANES - 1) / LANES * LANES; }
 
-static int carry_together(const Model *m, const Layer *layers, float *x, const Rows *where, float *logits, I longest,
-                          I threads, I *stalls) {
-  const I B = where->B, most = B < MOST ? B : MOST, own = (own_floats(m, most) + LANES) / LANES * LANES;
-  float *shared = room(shared_floats(m, layers, most, longest)), *owned = room(threads * own);
+/* Floats of scratch that a step of B rows needs, the longest of `longest` positions. */
+I decode_scratch(const Model *m, const Layer *layers, I B, I longest, I threads, I together) {
+  const I limit = together ? MOST : ALONE, rows = B < limit ? B : limit;
+  const I shared = whole_lines(shared_floats(m, layers, rows, longest)), own = whole_lines(own_floats(m, rows));
+  return (together ? 1 : threads) * shared + threads * own;
+}
+
+/* x [B][D]: embeddings, overwritten. together: whether all threads carry the same rows. scratch: as many floats as
+   decode_scratch says, at a multiple of 64 bytes. Returns how often a thread waited for one that had no core. */
+I decode_step(const Model *m, const Layer *layers, float *x, const Rows *where, float *logits, float *scratch, I longest,
+              I threads, I together) {
+  const I B = where->B, limit = together ? MOST : ALONE, most = B < limit ? B : limit;
+  const I shared = whole_lines(shared_floats(m, layers, most, longest)), own = whole_lines(own_floats(m, most));
+  const I blocks = (B + limit - 1) / limit;
   Gate gate = {0, 0, 0};
-  if (shared && owned) {
-#pragma omp parallel num_threads(threads)
-    for (I first = 0; first < B; first += MOST) {
-      const Team team = {omp_get_thread_num(), omp_get_num_threads(), &gate};
-      const Work w = {team, m, where, first, B - first < MOST ? B - first : MOST, shared, owned + team.rank * own};
+#pragma omp parallel num_threads(together || threads < blocks ? threads : blocks)
+  {
+    const I rank = omp_get_thread_num(), step = together ? limit : limit * omp_get_num_threads();
+    const Team team = {together ? rank : 0, together ? omp_get_num_threads() : 1, &gate};
+    float *mine = scratch + (together ? 0 : rank * shared), *alone = scratch + (together ? 1 : threads) * shared;
+    for (I first = together ? 0 : rank * limit; first < B; first += step) {
+      const Work w = {team, m, where, first, B - first < limit ? B - first : limit, mine, alone + rank * own};
       carry(w, layers, x + first * m->D, logits + first * m->W);
     }
   }
-  *stalls = atomic_load(&gate.stalls);
-  const int failed = !shared || !owned;
-  free(shared);
-  free(owned);
-  return failed;
-}
-
-static int carry_apart(const Model *m, const Layer *layers, float *x, const Rows *where, float *logits, I longest,
-                       I threads) {
-  const I B = where->B, blocks = (B + ALONE - 1) / ALONE;
-  int failed = 0;
-#pragma omp parallel num_threads(threads < blocks ? threads : blocks)
-  {
-    float *shared = room(shared_floats(m, layers, ALONE, longest)), *own = room(own_floats(m, ALONE));
-    if (!shared || !own) failed = 1;
-#pragma omp for schedule(dynamic)
-    for (I first = 0; first < B; first += ALONE) {
-      const Work w = {{0, 1, 0}, m, where, first, B - first < ALONE ? B - first : ALONE, shared, own};
-      if (shared && own) carry(w, layers, x + first * m->D, logits + first * m->W);
-    }
-    free(shared);
-    free(own);
-  }
-  return failed;
-}
-
-/* x [B][D]: embeddings, overwritten. together: whether all threads carry the same rows. stalls: how often a thread waited
-   for one that had no core. Returns 0, or 1 when memory ran out. */
-int decode_step(const Model *m, const Layer *layers, float *x, const Rows *where, float *logits, I threads,
-                I together, I *stalls) {
-  I longest = 1;
-  for (I b = 0; b < where->B; b++) longest = larger(longest, where->lengths[b] + 1);
-  *stalls = 0;
-  if (together) return carry_together(m, layers, x, where, logits, longest, threads, stalls);
-  return carry_apart(m, layers, x, where, logits, longest, threads);
+  return atomic_load(&gate.stalls);
 }
