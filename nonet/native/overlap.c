@@ -1,5 +1,5 @@
-/* A block of ops/overlap.py's rows in C: 16 rows, one in each lane, so that sums over the vocabulary need no lanes to be
-   folded. Logits lie [token][16]; the heads are read row by row, each row once a pass.
+/* A block of ops/overlap.py's rows in C: 16 rows, one in each lane, so that sums over the vocabulary need no lanes to
+   be folded. Logits lie [token][16]; the heads are read row by row, each row once a pass.
 
    Threads share the vocabulary out in fixed parts and their sums are added in order: a result depends on the number of
    threads, not on their speed. Structs are arrays of 64-bit words in the order of overlap_native.py. */
@@ -84,7 +84,8 @@ static V normalise(const Measure *m, V lse_p, V lse_q, I from, I to) {
   return top;
 }
 
-/* Sums over tokens: min(p, q) and, of those with q < p, q, both over e^top; of the same, p - q; p; p (log p - log q). */
+/* Sums over tokens: min(p, q) and, of those with q < p, q, both over e^top; of the same, p - q; p; p (log p - log q).
+ */
 typedef struct {
   W both, short_, missing, mass, divergence;
 } Sums;
@@ -133,7 +134,8 @@ static void finish(const Sums *s, I threads, V top, float *out) {
 int overlap_measure(const Measure *m) {
   const I threads = m->threads;
   float *hq = scratch(m->D * LANES), *hp = scratch(m->E * LANES);
-  LogSum *in_p = scratch(threads * sizeof(LogSum) / sizeof(float)), *in_q = scratch(threads * sizeof(LogSum) / sizeof(float));
+  LogSum *in_p = scratch(threads * sizeof(LogSum) / sizeof(float)),
+         *in_q = scratch(threads * sizeof(LogSum) / sizeof(float));
   V *tops = scratch(threads * LANES);
   Sums *sums = scratch(threads * sizeof(Sums) / sizeof(float));
   const int failed = !hq || !hp || !in_p || !in_q || !tops || !sums;
@@ -161,10 +163,10 @@ int overlap_measure(const Measure *m) {
 /* ----------------------------------------------------------------- descend */
 
 typedef struct {
-  const float *h, *w;          /* the draft's hidden [rows][D] and head [N][D] */
-  const float *log_q, *log_p;  /* as `measure` left them, [N][16] */
-  const float *push;           /* [3][16]: own, log_short, target */
-  float *dh, *dw;              /* added to: [rows][D], [N][D]; null where not wanted */
+  const float *h, *w;         /* the draft's hidden [rows][D] and head [N][D] */
+  const float *log_q, *log_p; /* as `measure` left them, [N][16] */
+  const float *push;          /* [3][16]: own, log_short, target */
+  float *dh, *dw;             /* added to: [rows][D], [N][D]; null where not wanted */
   I rows, D, N, threads;
 } Descend;
 
@@ -191,8 +193,9 @@ int overlap_descend(const Descend *d) {
       for (I v = part(d->N, t, threads), to = part(d->N, t + 1, threads); v < to; v += TOKENS) {
         I n = to - v < TOKENS ? to - v : TOKENS;
         slopes(d, v, n, z);
-        if (d->dw) add_product(z, LANES, 1, n, h, LANES, D, d->dw + v * D);
-        if (d->dh) add_product(z, 1, LANES, LANES, d->w + v * D, n, D, dh + t * LANES * D);
+        const float *w = d->w + v * D;
+        if (d->dw) add_product(z, LANES, 1, n, h, LANES, D, d->dw + v * D, d->dw + (v + n) * D);
+        if (d->dh) add_product(z, 1, LANES, LANES, w, n, D, dh + t * LANES * D, w + n * D);
       }
     }
     for (I t = 0; d->dh && t < threads; t++)

@@ -7,14 +7,15 @@
 
 #define INLINE inline __attribute__((always_inline))
 
-/* A register tile: OUT_ROWS x OUT_VECTORS sums; BROAD tokens of a product with one vector of rows. */
+/* A register tile: OUT_ROWS x OUT_VECTORS sums, or BROAD x 1; as many of either. */
 #if defined(__AVX512F__)
-enum { OUT_ROWS = 8, OUT_VECTORS = 3, BROAD = 24 };
+enum { OUT_ROWS = 8, OUT_VECTORS = 3 };
 #elif defined(__AVX__)
-enum { OUT_ROWS = 6, OUT_VECTORS = 1, BROAD = 6 };
+enum { OUT_ROWS = 6, OUT_VECTORS = 1 };
 #else
-enum { OUT_ROWS = 3, OUT_VECTORS = 1, BROAD = 3 };
+enum { OUT_ROWS = 3, OUT_VECTORS = 1 };
 #endif
+enum { BROAD = OUT_ROWS * OUT_VECTORS };
 enum { TOKENS = 48 }; /* worked on together: a whole number of every tile's rows */
 
 typedef double W __attribute__((vector_size(128), aligned(8)));
@@ -39,13 +40,21 @@ static void turned(const float *h, I rows, I D, float scale, float *out) {
     for (I r = 0; r < LANES; r++) out[d * LANES + r] = r < rows ? scale * h[r * D + d] : 0;
 }
 
+/* Ask for BROAD floats at p, which are for the next 48 tokens: with each step of a tile's sum as many as the tile has
+   sums, the 48 tokens' rows of the head, or of its gradient, are all asked for while these 48 are worked on. */
+static INLINE void fetch_ahead(const float *p) {
+#pragma GCC unroll 2
+  for (int i = 0; i < BROAD; i += LANES / 4 * 3) __builtin_prefetch(p + i, 0, 2);
+}
+
 /* acc[m * NN + n] = sum over k < K of a[m am + k ak] b[k][16 n ..], rows of b bs apart; `left` floats in the last. */
 static INLINE void outer(const int MM, const int NN, const float *a, I am, I ak, const float *b, I bs, I K, I left,
-                         V *acc) {
+                         V *acc, const float *ahead) {
 #pragma GCC unroll 32
   for (int i = 0; i < MM * NN; i++) acc[i] = (V){0};
-  for (I k = 0; k < K; k++, a += ak, b += bs) {
+  for (I k = 0; k < K; k++, a += ak, b += bs, ahead += BROAD) {
     V row[OUT_VECTORS];
+    fetch_ahead(ahead);
 #pragma GCC unroll 4
     for (int n = 0; n < NN; n++) row[n] = left < LANES ? at(b, 0, left) : load(b + n * LANES);
 #pragma GCC unroll 32
@@ -60,21 +69,22 @@ static INLINE void logits(const float *w, const float *h, I D, I n, float *z) {
   V acc[BROAD];
   I i = 0;
   for (; i + BROAD <= n; i += BROAD) {
-    outer(BROAD, 1, w + i * D, D, 1, h, LANES, D, LANES, acc);
+    outer(BROAD, 1, w + i * D, D, 1, h, LANES, D, LANES, acc, w + (i + BROAD) * D);
     for (int m = 0; m < BROAD; m++) store(z + (i + m) * LANES, acc[m]);
   }
   for (; i < n; i++) {
-    outer(1, 1, w + i * D, D, 1, h, LANES, D, LANES, acc);
+    outer(1, 1, w + i * D, D, 1, h, LANES, D, LANES, acc, w + i * D);
     store(z + i * LANES, acc[0]);
   }
 }
 
 /* MM rows of `add_product`. */
-static INLINE void add_rows(const int MM, const float *a, I am, I ak, const float *b, I K, I D, float *out) {
+static INLINE void add_rows(const int MM, const float *a, I am, I ak, const float *b, I K, I D, float *out,
+                            const float *ahead) {
   V acc[OUT_ROWS * OUT_VECTORS];
   I j = 0;
-  for (; j + OUT_VECTORS * LANES <= D; j += OUT_VECTORS * LANES) {
-    outer(MM, OUT_VECTORS, a, am, ak, b + j, D, K, LANES, acc);
+  for (; j + OUT_VECTORS * LANES <= D; j += OUT_VECTORS * LANES, ahead += K * BROAD) {
+    outer(MM, OUT_VECTORS, a, am, ak, b + j, D, K, LANES, acc, ahead);
     for (int m = 0; m < MM; m++)
       for (int n = 0; n < OUT_VECTORS; n++) {
         float *p = out + m * D + j + n * LANES;
@@ -83,16 +93,18 @@ static INLINE void add_rows(const int MM, const float *a, I am, I ak, const floa
   }
   for (; j < D; j += LANES) {
     I left = D - j < LANES ? D - j : LANES;
-    outer(MM, 1, a, am, ak, b + j, D, K, left, acc);
+    outer(MM, 1, a, am, ak, b + j, D, K, left, acc, ahead);
     for (int m = 0; m < MM; m++) put(out + m * D + j, 0, left, at(out + m * D + j, 0, left) + acc[m]);
   }
 }
 
-/* out[M][D] += a b, with a[m][k] at a[m am + k ak] and b [K][D] */
-static INLINE void add_product(const float *a, I am, I ak, I M, const float *b, I K, I D, float *out) {
+/* out[M][D] += a b, with a[m][k] at a[m am + k ak] and b [K][D]; asks for what lies at `ahead`. */
+static INLINE void add_product(const float *a, I am, I ak, I M, const float *b, I K, I D, float *out,
+                               const float *ahead) {
   I m = 0;
-  for (; m + OUT_ROWS <= M; m += OUT_ROWS) add_rows(OUT_ROWS, a + m * am, am, ak, b, K, D, out + m * D);
-  for (; m < M; m++) add_rows(1, a + m * am, am, ak, b, K, D, out + m * D);
+  for (; m + OUT_ROWS <= M; m += OUT_ROWS, ahead += K * D / OUT_VECTORS / LANES * BROAD)
+    add_rows(OUT_ROWS, a + m * am, am, ak, b, K, D, out + m * D, ahead);
+  for (; m < M; m++) add_rows(1, a + m * am, am, ak, b, K, D, out + m * D, ahead);
 }
 
 #endif
