@@ -132,8 +132,8 @@ class PrefixCache:
         self.now += 1
         for node in match.node.path():
             node.used = self.now
-        if (s := match.snapshot) is not None:
-            s.used, s.hits, s.replaced = self.now, s.hits + 1, False
+        if match.snapshot is not None:
+            match.snapshot.hit(self.now)
 
     # ---------------------------------------------------------------- publish
 
@@ -159,8 +159,8 @@ class PrefixCache:
     ) -> Snapshot | None:
         """A snapshot of the state in `row_slot`, after node and tail. page: of the tail, shared with the caller.
 
-        before: the last snapshot of the same conversation, replaced unless others use it. None where nothing is worth
-        keeping or there is no room.
+        before: the last snapshot of the same conversation, left behind unless others use it. Returns the last one now,
+        which is `before` where nothing is worth keeping or there is no room.
         """
         known = node.ends.get(tail)
         if known is not None or not (tail or self.snapshots.hybrid):
@@ -169,10 +169,10 @@ class PrefixCache:
             return before
         if page is not None:
             self.ledger.pages.share(page)
-        taken = self.snapshots.take(node, tail, row_slot, page, kind, self.now)
-        if before is not None:
-            taken.saves -= before.length
-            before.replaced |= before.kind in ("message", "end") and before.hits <= 1
+        while before is not None and before not in self.snapshots.kept:
+            before = before.before
+        taken = Snapshot(node, tail, kind, None, page, self.now, before)
+        self.snapshots.take(taken, row_slot)
         return taken
 
     # ------------------------------------------------------------------ evict

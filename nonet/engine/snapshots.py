@@ -4,13 +4,14 @@ A snapshot stands at a node of the prefix cache (whole pages) plus a tail of few
 it keeps in a page of its own. Snapshots live in a memory apart from the rows', so none is ever shared with a writer:
 it is copied when it is taken and when it is used. In a model without KDA only tails are kept.
 
-What goes first when the budget is used up (`Snapshots.worst`): snapshots that a later one of the same conversation
-replaced, oldest first; then those with the lowest value, tokens saved * (1 + hits) / age. All weigh the same.
+What goes first when the budget is used up (`Snapshots.worst`): snapshots that their conversation has left behind, by
+moving on or by taking a turn again, oldest first; then those with the lowest value, tokens saved * users / age. All
+weigh the same.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from nonet.engine.ledger import Ledger
@@ -19,8 +20,9 @@ from nonet.model.state import Memory
 if TYPE_CHECKING:
     from nonet.engine.prefix import Node
 
+MOST_OF_ONE = 2  # times one conversation starts from one place: going on, and taking the turn again
 # Where it was taken: after the first message, where a second request diverged, after the last message, where a
-# completion ended. The first two are shared by nature: a conversation that moves on does not replace them.
+# completion ended. The first two are shared by nature: a conversation that moves on does not leave them behind.
 Kind = Literal["system", "junction", "message", "end"]
 
 
@@ -31,15 +33,34 @@ class Snapshot:
     kind: Kind
     slot: int | None  # None: the model has no KDA layer
     page: int | None  # of the tail; None: there is none
-    saves: int  # positions behind the snapshot before it
     used: int  # the request that took or used it last, by number
+    before: Snapshot | None  # of the same conversation
+    after: list[Snapshot] = field(default_factory=list)  # those that have this one before them
     hits: int = 0
-    replaced: bool = False
+    replaced: bool = False  # its conversation has moved on
     pinned: bool = False
 
     @property
     def length(self) -> int:
         return self.node.length + len(self.tail)
+
+    @property
+    def shared(self) -> bool:
+        """Several conversations are expected to start here."""
+        return self.kind in ("system", "junction") or self.hits > MOST_OF_ONE
+
+    def hit(self, now: int) -> None:
+        """A request starts here. If others have gone on from here, theirs was a turn that is now taken again."""
+        self.used, self.hits, self.replaced = now, self.hits + 1, False
+        if not self.shared:
+            for s in self.after:
+                s.leave_behind()
+
+    def leave_behind(self) -> None:
+        """Its conversation goes on without it, and without what came after it."""
+        self.replaced = True
+        for s in self.after:
+            s.leave_behind()
 
 
 class Snapshots:
@@ -50,19 +71,17 @@ class Snapshots:
         self.hybrid = any("matrix" in layer for layer in memory.layers)
         self.kept: dict[Snapshot, None] = {}
 
-    def take(
-        self, node: Node, tail: tuple[int, ...], row_slot: int, page: int | None, kind: Kind, now: int
-    ) -> Snapshot:
-        """Of the state in a row's slot. `page`, of the tail, becomes the snapshot's own. There must be room."""
-        slot = None
+    def take(self, taken: Snapshot, row_slot: int) -> None:
+        """Keep it, with a copy of the state in a row's slot. There must be room."""
         if self.hybrid:
-            slot = self.shelf.slots.take()
-            assert slot is not None
-            self.shelf.memory.copy_slot(row_slot, slot, self.ledger.memory)
-        found = Snapshot(node, tail, kind, slot, page, node.length + len(tail), now)
-        node.ends[tail] = found
-        self.kept[found] = None
-        return found
+            taken.slot = self.shelf.slots.take()
+            assert taken.slot is not None, "no room for a snapshot"
+            self.shelf.memory.copy_slot(row_slot, taken.slot, self.ledger.memory)
+        taken.node.ends[taken.tail] = taken
+        self.kept[taken] = None
+        if (before := taken.before) is not None:
+            before.after.append(taken)
+            before.replaced |= not before.shared
 
     def restore(self, snapshot: Snapshot, row_slot: int, row_page: int | None) -> None:
         """Copy it to where a row may write: its state to a slot, its tail to a page."""
@@ -73,10 +92,19 @@ class Snapshots:
 
     def drop(self, snapshot: Snapshot) -> None:
         del self.kept[snapshot], snapshot.node.ends[snapshot.tail]
+        self._unlink(snapshot)
         if snapshot.slot is not None:
             self.shelf.slots.release(snapshot.slot)
         if snapshot.page is not None:
             self.ledger.pages.release(snapshot.page)
+
+    def _unlink(self, snapshot: Snapshot) -> None:
+        before = snapshot.before
+        if before is not None:
+            before.after.remove(snapshot)
+            before.after += snapshot.after
+        for s in snapshot.after:
+            s.before = before
 
     @property
     def full(self) -> bool:
@@ -89,4 +117,9 @@ class Snapshots:
 
 
 def _value(s: Snapshot, now: int) -> float:
-    return s.saves * (1 + s.hits) / (1 + now - s.used)
+    """Tokens that would be computed again without it, for each conversation, over the requests since its last use."""
+    before = s.before
+    while before is not None and before.replaced:
+        before = before.before
+    saved = s.length - (0 if before is None else before.length)
+    return saved * (s.hits if s.shared else 1) / (1 + now - s.used)

@@ -17,6 +17,7 @@ from nonet.model.ffn import RMSNorm
 from nonet.model.span import Span
 
 _FEW = 8  # queries per row below which plain products beat the fused kernel (6x at one query on CPU, docs/log.md)
+_MANY = 32  # queries per row from which materialising MLA's keys and values costs less than attending in latent space
 
 
 def attend(q_BHTK: Tensor, k_BHLK: Tensor, v_BHLV: Tensor, span: Span, scale: float) -> Tensor:
@@ -109,8 +110,8 @@ class GQA(nn.Module):
 class MLA(nn.Module):
     """Gated multi-head latent attention without positions (k3 section 1.3); ungated with plain queries in Kimi-Linear.
 
-    Expanded (keys and values of every head materialised) when the call is fresh; absorbed (queries projected into the
-    latent space, so the cache stays one latent per position) when it extends a state. Both are the same map.
+    Expanded (keys and values of every head materialised) for prompts; absorbed (queries projected into the latent
+    space, so the cache stays one latent per position) where a few positions extend a state. Both are the same map.
     """
 
     NORM_EPS = 1e-6  # of the two latent norms, whatever rms_norm_eps says: K3's and Kimi-Linear's public code agree
@@ -148,7 +149,7 @@ class MLA(nn.Module):
         latent_BTR = torch.cat([self.kv_a_layernorm(latent), extra], -1)
         if state is not None:
             latent_BTR = cached(state["latent"].unsqueeze(1), latent_BTR.unsqueeze(1), span).squeeze(1)
-        attended = self._expanded if span.mask_B1TL is None else self._absorbed
+        attended = self._expanded if span.mask_B1TL is None or T >= _MANY else self._absorbed
         o = attended(q_BTHK.transpose(1, 2), latent_BTR, span).transpose(1, 2).reshape(B, T, -1)
         return self.o_proj(torch.sigmoid(self.g_proj(x_BTD)) * o if self.gated else o)
 

@@ -67,6 +67,16 @@ def test_any_cuts_give_the_same_hidden_states(name, cuts):
     torch.testing.assert_close(torch.cat(pieces, 1)[0], whole(name), **EXACT)
 
 
+@every_model
+def test_long_pieces_of_long_prompts_give_the_same_hidden_states(name):
+    """From 32 queries on, MLA materialises the keys and values of what it remembers."""
+    m, tokens = model(name), tiny.tokens(1, 130, vocab=VOCAB)
+    state = empty(m, 1, 130)
+    with torch.no_grad():
+        pieces = [m(tokens[:, a:b], state) for a, b in pairwise((0, 40, 75, 90, 130))]
+        torch.testing.assert_close(torch.cat(pieces, 1), m(tokens), **EXACT)
+
+
 @st.composite
 def plans(draw) -> list[list[int]]:
     """Per call, how many real tokens each of three rows gets (zero allowed)."""
