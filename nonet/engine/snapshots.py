@@ -113,13 +113,16 @@ class Snapshots:
     def worst(self, now: int) -> Snapshot | None:
         """What is given up first; None if everything is in use or there is nothing."""
         free = (s for s in self.kept if not s.pinned)
-        return min(free, key=lambda s: (not s.replaced, s.used if s.replaced else _value(s, now)), default=None)
+        return min(free, key=lambda s: (not s.replaced, s.used if s.replaced else self._value(s, now)), default=None)
 
+    def _value(self, s: Snapshot, now: int) -> float:
+        """Tokens that would be computed again without it, for each conversation, over the requests since its last use.
 
-def _value(s: Snapshot, now: int) -> float:
-    """Tokens that would be computed again without it, for each conversation, over the requests since its last use."""
-    before = s.before
-    while before is not None and before.replaced:
-        before = before.before
-    saved = s.length - (0 if before is None else before.length)
-    return saved * (s.hits if s.shared else 1) / (1 + now - s.used)
+        Ages below twice the budget count alike: where conversations take turns, the one that spoke longest ago is the
+        next to speak, and giving up the oldest would give up every one just before it is asked for.
+        """
+        before = s.before
+        while before is not None and before.replaced:
+            before = before.before
+        saved = s.length - (0 if before is None else before.length)
+        return saved * (max(1, s.hits) if s.shared else 1) / max(2 * self.budget, now - s.used)
