@@ -141,7 +141,7 @@ static INLINE V weights(const I format, const char *p, const int half, V values)
 /* ----------------------------------------------------------------- products */
 
 /* acc[r * NN + n] = x[r] . w[n] over K, as vectors still to be folded. exponents: of the first row, MXFP4 only.
-   ahead: how many bytes further weights are asked for, because memory is what one row at a time waits for. */
+   ahead: how many bytes further weights are asked for, because memory is what few rows wait for; 0: nothing. */
 static INLINE void tile(const I format, const int RR, const int NN, const float *x, I xs, const char *w, I stride,
                         const uint8_t *exponents, I K, V *acc, I ahead) {
   const I bytes_a_group = row_bytes(format, GROUP), G = groups(K);
@@ -154,8 +154,9 @@ static INLINE void tile(const I format, const int RR, const int NN, const float 
       const char *p = w + n * stride + k / GROUP * bytes_a_group;
       V values = format == MXFP4 ? grid(exponents[n * G + k / GROUP]) : splat(0);
       V low = weights(format, p, 0, values), high = weights(format, p, 1, values);
-      if (ahead) __builtin_prefetch(p + ahead, 0, 3);
-      if (ahead && format == FLOAT32) __builtin_prefetch(p + ahead + 64, 0, 3);
+      const char *soon = w + ahead + (k / GROUP * NN + n) * bytes_a_group; /* in order of memory, line by line */
+      if (ahead && n * bytes_a_group % 64 == 0) __builtin_prefetch(soon, 0, 3);
+      if (ahead && format == FLOAT32) __builtin_prefetch(soon + 64, 0, 3);
 #pragma GCC unroll 16
       for (int r = 0; r < RR; r++) {
         acc[r * NN + n] += load(x + r * xs + k) * low;
