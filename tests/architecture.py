@@ -35,7 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "lm": {"model", "quant", "ops", "chat"},
     "draft": {"model", "quant", "ops", "chat", "engine"},
     "convert": {"model", "quant", "chat"},
-    "engine": {"model", "ops"},
+    "engine": {"model", "ops", "native"},
     "chat": set(),
     "wire": set(),
     "tasks": {"sandbox"},

@@ -26,11 +26,14 @@ class Accounts:
         self._measured, self._worst, self._sum = 0, 0.0, 0.0
 
     def ended(self, row: Row) -> None:
-        report = row.report or Report(len(row.request.tokens), 0, -1, 0, "waiting")
+        """A request that never had a place is counted, and has no report."""
+        self.totals["requests_total"] += 1
+        report = row.report
+        if report is None:
+            return
         self._reports[row.id] = report
         if len(self._reports) > _REPORTS:
             self._reports.popitem(last=False)
-        self.totals["requests_total"] += 1
         self.totals["tokens_prompt_total"] += report.prompt
         self.totals["tokens_cached_total"] += report.cached
         self.totals["tokens_generated_total"] += len(row.logprobs)

@@ -8,12 +8,14 @@ from pathlib import Path
 
 from rich.console import Console
 
+from nonet.engine.bound import fast_bound
 from nonet.lm.advice import TOKENS_PER_PARAMETER, advise
 from nonet.lm.pretrain import stages, total_tokens
 from nonet.model import ModelConfig, hf
 from nonet.pipeline.recipe import Recipe
 from nonet.types import UserError
 
+MEASURABLE = 20_000_000  # parameters: more would take longer than anybody waits for a check
 _UNUSED = {
     "kda": ("kda_head_dim", "conv_kernel", "gate_lower_bound", "decay_rank"),
     "mla": ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
@@ -28,6 +30,7 @@ def print_check(recipe: Recipe) -> None:
     for line in costs(config):
         console.print(line, highlight=False)
     refuse(config)
+    console.print(fast_mode(config), highlight=False)
     if recipe.pretrain is not None:
         for line in plan(recipe, config):
             console.print(line, highlight=False)
@@ -67,6 +70,19 @@ def short(count: int) -> str:
             digits = 2 if letter == "T" else 1 if letter == "B" else 3
             return f"{count / size:.{digits}f}{letter}"
     return f"{count:,}"
+
+
+def fast_mode(config: ModelConfig) -> str:
+    """What batching, C kernels and the prefix cache change in log-probs, measured where the model is small enough."""
+    total = hf.empty(config).cost.total
+    if total > MEASURABLE:
+        return f"engine: fast mode not measured, {short(total)} parameters are more than {short(MEASURABLE)}"
+    bound = fast_bound(config)
+    tokens = "the same tokens" if bound.same else "not always the same tokens"
+    return (
+        f"engine: fast mode within {bound.worst:.1e} of the deterministic mode's log-probs, {tokens} "
+        f"(random weights, {bound.tokens} tokens)"
+    )
 
 
 def refuse(config: ModelConfig) -> None:
