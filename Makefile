@@ -27,13 +27,14 @@ lint: install
 	$(BIN)/ruff check nonet tests peers
 	$(BIN)/pyright
 
-# One venv per peer under .peers/, for comparisons only.
+# One venv per peer under .peers/, for comparisons only; without what its .drop names.
 peers: $(patsubst peers/%.txt,.peers/%/.installed,$(wildcard peers/*.txt))
 
 .peers/%/.installed: peers/%.txt
 	test -x .peers/$*/bin/python || $(PYTHON) -m venv .peers/$*
 	.peers/$*/bin/python -m pip install --quiet --constraint constraints.txt torch
 	.peers/$*/bin/python -m pip install --quiet --constraint constraints.txt --requirement peers/$*.txt
+	test ! -f peers/$*.drop || .peers/$*/bin/python -m pip uninstall --quiet --yes --requirement peers/$*.drop
 	touch $@
 
 # What an issue must show, as a table; long parts are stages that resume.

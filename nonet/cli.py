@@ -294,11 +294,12 @@ def tasks(
 def bench(
     name: Annotated[str, typer.Argument(help="Which claim to measure; `nonet bench list` names them.")],
     as_json: Annotated[bool, typer.Option("--json", help="Last line is one line of JSON.")] = False,
+    only: Annotated[str, typer.Option(help="Parts of a bench that has parts, comma between; empty: all.")] = "",
 ) -> None:
     """Measure a claim: baseline and treatment interleaved, ratios first."""
     from nonet.bench import run_bench
 
-    run_bench(name, as_json)
+    run_bench(name, as_json, tuple(only.split(",")) if only else ())
 
 
 if __name__ == "__main__":

@@ -12,8 +12,9 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib
+import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,9 @@ from nonet.bench.machine import QUIET_BELOW, cpu_pressure, is_quiet, machine, ve
 from nonet.types import UserError
 
 
-def run_bench(name: str, as_json: bool) -> None:
+def run_bench(name: str, as_json: bool, only: Sequence[str] = ()) -> None:
     """Run one bench and print what it found: one line of JSON as the last line, or a table. "list" names the
-    benches.
+    benches. only: parts of a bench whose `measure` takes them.
     """
     known = benches()
     if name == "list":
@@ -32,7 +33,7 @@ def run_bench(name: str, as_json: bool) -> None:
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
         raise UserError(f"bench {name!r}: no such bench; did you mean {near}? `nonet bench list` names them")
-    result = measured(name)
+    result = measured(name, only)
     print(json.dumps(result) if as_json else table(name, result))
 
 
@@ -46,10 +47,13 @@ def benches() -> dict[str, str]:
     return found
 
 
-def measured(name: str) -> dict[str, Any]:
+def measured(name: str, only: Sequence[str] = ()) -> dict[str, Any]:
     """The figures of a bench, with the machine, the versions and the cpu pressure they were taken under."""
     before = cpu_pressure()
-    result = importlib.import_module(f"nonet.bench.{name}").measure()
+    measure = importlib.import_module(f"nonet.bench.{name}").measure
+    if only and "only" not in inspect.signature(measure).parameters:
+        raise UserError(f"bench {name}: only {','.join(only)!r}: this bench has no parts; leave it out")
+    result = measure(only=only) if only else measure()
     after = cpu_pressure()
     peers = result.pop("versions", {})
     return {

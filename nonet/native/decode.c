@@ -11,8 +11,8 @@
 #include "decode_experts.h"
 #include "decode_kda.h"
 
-/* What rows read from and add to (model/attn_res.py): block sums so far with their 1/rms, and the running sum. Banks are
-   laid out [source][row][D]. Each thread tends the rows from..to. */
+/* What rows read from and add to (model/attn_res.py): block sums so far with their 1/rms, and the running sum. Banks
+   are laid out [source][row][D]. Each thread tends the rows from..to. */
 typedef struct {
   I rows, D, banked, from, to;
   int empty;
@@ -133,8 +133,8 @@ I decode_scratch(const Model *m, const Layer *layers, I B, I longest, I threads,
 
 /* x [B][D]: embeddings, overwritten. together: whether all threads carry the same rows. scratch: as many floats as
    decode_scratch says, at a multiple of 64 bytes. Returns how often a thread waited for one that had no core. */
-I decode_step(const Model *m, const Layer *layers, float *x, const Rows *where, float *logits, float *scratch, I longest,
-              I threads, I together) {
+I decode_step(const Model *m, const Layer *layers, float *x, const Rows *where, float *logits, float *scratch,
+              I longest, I threads, I together) {
   const I B = where->B, limit = together ? MOST : ALONE, most = B < limit ? B : limit;
   const I shared = whole_lines(shared_floats(m, layers, most, longest)), own = whole_lines(own_floats(m, most));
   const I blocks = (B + limit - 1) / limit;

@@ -1,5 +1,5 @@
-/* The two softmax mixers, one position per row: y[rows][D] from h[rows][D]. Layouts are those of model/state.py, formulas
-   those of model/attention.py. Between meetings each thread writes its own part alone. */
+/* The two softmax mixers, one position per row: y[rows][D] from h[rows][D]. Layouts are those of model/state.py,
+   formulas those of model/attention.py. Between meetings each thread writes its own part alone. */
 
 #ifndef NONET_DECODE_ATTENTION_H
 #define NONET_DECODE_ATTENTION_H
@@ -25,9 +25,9 @@ static Sight gqa_sight(const Work *w, const Layer *l, I r, I g) {
 static Sight mla_sight(const Work *w, const Layer *l, I r, I unused) {
   (void)unused;
   const Model *m = w->m;
-  const I T = m->R + m->extra;
+  const I T = m->R + m->extra, L = w->where->lengths[w->first + r] + 1;
   const Paged latents = {l->pool, table_of(w->where, w->first + r), PAGE * T, T};
-  return (Sight){latents, latents, m->H, w->where->lengths[w->first + r] + 1, T, m->R, 1.0f / sqrtf(m->nope + m->extra)};
+  return (Sight){latents, latents, m->H, L, T, m->R, 1.0f / sqrtf(m->nope + m->extra)};
 }
 
 /* Every span of every group of heads of every row, shared among the team. q[rows][groups][heads][kn]; a row's says are
@@ -39,7 +39,8 @@ static void attend(const Work *w, const Layer *l, Sight (*sight)(const Work *, c
   share(&w->team, items, 1, &from, &to);
   for (I r = 0; r < w->rows; r++)
     for (I g = 0; g < groups; g++) {
-      const Sight a = sight(w, l, r, g), next = sight(w, l, g + 1 < groups || r + 1 == w->rows ? r : r + 1, (g + 1) % groups);
+      const I after = g + 1 < groups || r + 1 == w->rows ? r : r + 1; /* row of the next group */
+      const Sight a = sight(w, l, r, g), next = sight(w, l, after, (g + 1) % groups);
       const I head = r * groups * a.heads + g * a.heads, one = groups * a.heads * record(a.vn), n = spans(a.L);
       for (I s = 0; s < n; s++, item++) {
         if (item < from || item >= to) continue;

@@ -54,8 +54,8 @@ static void route(const Model *m, const Layer *l, float *scores, I *chosen, floa
   for (I k = 0; k < m->top_k; k++) weights[k] = (m->renormalise ? weights[k] / total : weights[k]) * m->scale;
 }
 
-/* Who goes to which expert: expert e has the visits begin[e] .. begin[e + 1], rows in ascending order. A visit is a slot
-   r * top_k + k of `chosen` and `weights`, which the team shares; each thread sorts for itself. */
+/* Who goes to which expert: expert e has the visits begin[e] .. begin[e + 1], rows in ascending order. A visit is a
+   slot r * top_k + k of `chosen` and `weights`, which the team shares; each thread sorts for itself. */
 typedef struct {
   I *chosen, *begin, *visits;
   float *weights;

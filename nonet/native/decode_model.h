@@ -1,4 +1,5 @@
-/* A model as decoding sees it, by address, and the rows a team carries through it. Names follow model/native_decode.py. */
+/* A model as decoding sees it, by address, and the rows a team carries through it. Names follow
+   model/native_decode.py. */
 
 #ifndef NONET_MODEL_H
 #define NONET_MODEL_H
@@ -21,7 +22,7 @@ typedef struct {
   const void *w1, *w3, *w2, *latent_down, *latent_up;                  /* routed experts */
   const float *router, *bias, *latent_norm;
   const float *mix1, *mix1_norm, *mix2, *mix2_norm;                    /* attention-residual sites */
-  float *pool, *pool2;                                                 /* gqa: k, v; kda: matrix, tail; mla: latent, - */
+  float *pool, *pool2;                                              /* gqa: k, v; kda: matrix, tail; mla: latent, - */
 } Layer;
 
 typedef struct {
