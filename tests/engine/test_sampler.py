@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nonet.engine import sampler
-from nonet.engine.sampler import SamplingRows, sample
+from nonet.engine.sampler import Edit, SamplingRows, sample, top
 from nonet.ops.rng import stream_key
 from nonet.types import Sampling, UserError
 
@@ -155,3 +155,64 @@ def test_logits_that_are_not_finite_are_refused_with_a_sentence():
     rows = SamplingRows(np.ones(2), np.zeros(2), np.ones(2), np.zeros((2, 2), np.uint64), np.zeros(2, np.uint64))
     with pytest.raises(UserError, match="logits are not finite"):
         sample(torch.tensor([[0.0, 1.0], [float("nan"), 1.0]]), rows)
+
+
+# ------------------------------------------------------------------------- min-p, penalties, biases
+
+
+def edited(how: Sampling, prompt: list[int], written: list[int], seed: int = 0) -> tuple[Tensor, Tensor]:
+    """The logits before and after."""
+    before = logits(seed=seed)[0]
+    return before, Edit(how, prompt, written).apply(before)
+
+
+def test_min_p_keeps_tokens_by_their_share_of_the_likeliest():
+    some = logits(seed=5).expand(3, W) / 2
+    many = rows(3)
+    many.min_p = np.array([0.0, 0.2, 0.9])
+    shaped = sampler._transform(some.log_softmax(-1), many).exp()
+    for b, share in enumerate(many.min_p):
+        p = some[b].softmax(-1)
+        kept = p >= share * p.max()
+        torch.testing.assert_close(shaped[b], torch.where(kept, p, 0) / p[kept].sum())
+    assert bool((shaped[2] > 0).sum() < (shaped[1] > 0).sum() < W)
+
+
+def test_presence_and_frequency_look_at_the_completion_alone():
+    before, after = edited(Sampling(presence_penalty=0.5, frequency_penalty=0.25), [1, 2, 2], [3, 4, 4, 4])
+    want = before.clone()
+    want[3] -= 0.75
+    want[4] -= 0.5 + 3 * 0.25
+    torch.testing.assert_close(after, want)
+
+
+def test_repetition_looks_at_prompt_and_completion_and_shrinks_towards_zero_or_below():
+    before, after = edited(Sampling(repetition_penalty=2.0), [0, 1, 1], [2])
+    for i in range(W):
+        x = float(before[i])
+        assert float(after[i]) == pytest.approx((x / 2 if x > 0 else x * 2) if i < 3 else x)
+    assert {float(before[i]) > 0 for i in range(3)} == {True, False}
+
+
+def test_biases_are_added_last_and_the_raw_logprob_knows_nothing_of_them():
+    how, one = Sampling(0.0, logit_bias=((7, 50.0), (8, -100.0))), logits()
+    biased = rows(1, temperature=0.0)
+    biased.edits = {0: Edit(how, [1], [])}
+    token, after, raw = sample(one, biased)
+    assert int(token) == 7 and float(after) == 0
+    torch.testing.assert_close(raw[0], one[0].log_softmax(-1)[7])
+
+
+def test_an_edited_row_leaves_its_batch_mates_alone_to_the_last_bit():
+    some = logits(3)
+    plain, mixed = rows(3), rows(3)
+    mixed.edits = {1: Edit(Sampling(presence_penalty=1.0, repetition_penalty=1.5), [1, 2], [3])}
+    for a, b in zip(sample(some, plain), sample(some, mixed), strict=True):
+        assert torch.equal(a[[0, 2]], b[[0, 2]])
+
+
+def test_top_is_likeliest_first():
+    one = logits()[0]
+    found = top(one, 3)
+    assert [t for t, _ in found] == one.argsort(descending=True)[:3].tolist()
+    assert [x for _, x in found] == pytest.approx(one.log_softmax(-1).sort(descending=True).values[:3].tolist())

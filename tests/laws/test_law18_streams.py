@@ -11,7 +11,7 @@ from nonet.engine import Engine
 from nonet.model import Model
 from nonet.types import Completion, Request, Sampling
 
-COUNT = 6
+COUNT = 8
 SETTINGS = [
     Sampling(1.0),
     Sampling(0.7),
@@ -19,6 +19,8 @@ SETTINGS = [
     Sampling(1.0, top_p=0.8),
     Sampling(0.0),
     Sampling(1.4, 9, 0.9),
+    Sampling(1.0, min_p=0.1, repetition_penalty=1.3),
+    Sampling(0.9, presence_penalty=0.8, frequency_penalty=0.4, logit_bias=((3, 1.0), (11, -2.0))),
 ]
 
 
