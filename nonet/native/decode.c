@@ -122,13 +122,22 @@ static I own_floats(const Model *m, I rows) {
   return larger(larger(mixers, site), rows * (m->L + m->EF)) + LANES;
 }
 
+/* Floats of room for the rows of any product, split: two numbers of 16 bits each. */
+static I room_floats(const Model *m, const Layer *layers, I rows) {
+  I widest = larger(larger(m->D, m->H * larger(m->K, larger(m->KK, m->VD))), larger(m->L, m->EF));
+  widest = larger(widest, larger(larger(m->rank, m->gate_rank), m->q_rank));
+  for (I i = 0; i < m->layers; i++) widest = larger(widest, layers[i].F);
+  return m->format == BF16 || m->expert_format == BF16 ? rows * (widest + GROUP) : 0;
+}
+
 static I whole_lines(I floats) { return (floats + LANES - 1) / LANES * LANES; }
 
 /* Floats of scratch that a step of B rows needs, the longest of `longest` positions. */
 I decode_scratch(const Model *m, const Layer *layers, I B, I longest, I threads, I together) {
   const I limit = together ? MOST : ALONE, rows = B < limit ? B : limit;
   const I shared = whole_lines(shared_floats(m, layers, rows, longest)), own = whole_lines(own_floats(m, rows));
-  return (together ? 1 : threads) * shared + threads * own;
+  const I room = whole_lines(room_floats(m, layers, rows));
+  return (together ? 1 : threads) * shared + threads * (own + room);
 }
 
 /* x [B][D]: embeddings, overwritten. together: whether all threads carry the same rows. scratch: as many floats as
@@ -137,15 +146,17 @@ I decode_step(const Model *m, const Layer *layers, float *x, const Rows *where, 
               I longest, I threads, I together) {
   const I B = where->B, limit = together ? MOST : ALONE, most = B < limit ? B : limit;
   const I shared = whole_lines(shared_floats(m, layers, most, longest)), own = whole_lines(own_floats(m, most));
+  const I room = whole_lines(room_floats(m, layers, most));
   const I blocks = (B + limit - 1) / limit;
   Gate gate = {0, 0, 0};
 #pragma omp parallel num_threads(together || threads < blocks ? threads : blocks)
   {
     const I rank = omp_get_thread_num(), step = together ? limit : limit * omp_get_num_threads();
-    const Team team = {together ? rank : 0, together ? omp_get_num_threads() : 1, &gate};
-    float *mine = scratch + (together ? 0 : rank * shared), *alone = scratch + (together ? 1 : threads) * shared;
+    float *mine = scratch + (together ? 0 : rank * shared);
+    float *alone = scratch + (together ? 1 : threads) * shared + rank * (own + room);
+    const Team team = {together ? rank : 0, together ? omp_get_num_threads() : 1, &gate, (uint16_t *)(alone + own)};
     for (I first = together ? 0 : rank * limit; first < B; first += step) {
-      const Work w = {team, m, where, first, B - first < limit ? B - first : limit, mine, alone + rank * own};
+      const Work w = {team, m, where, first, B - first < limit ? B - first : limit, mine, alone};
       carry(w, layers, x + first * m->D, logits + first * m->W);
     }
   }

@@ -7,11 +7,12 @@
 #include "quant.h"
 
 /* hidden[rows][F] <- act(gate x, up x), this thread's columns from..to; `up` is room for rows * F. */
-static void gated(const Model *m, Matrix gate, Matrix up, const float *x, I rows, float *hidden, float *spare, I from,
+static void gated(const Work *w, Matrix gate, Matrix up, const float *x, I rows, float *hidden, float *spare, I from,
                   I to) {
+  const Model *m = w->m;
   const I F = gate.N;
-  columns(&gate, x, rows, hidden, from, to);
-  columns(&up, x, rows, spare, from, to);
+  columns(&w->team, &gate, x, rows, hidden, from, to);
+  columns(&w->team, &up, x, rows, spare, from, to);
   for (I r = 0; r < rows; r++) {
     float *z = hidden + r * F + from, *u = spare + r * F + from;
     MAP(to - from, z, z, activate(m, e, at(u, i_, n_)));
@@ -23,7 +24,7 @@ static void dense_up(const Work *w, const Layer *l, const float *h, float *hidde
   const Model *m = w->m;
   I from, to;
   share(&w->team, l->F, GROUP, &from, &to);
-  gated(m, weight(m, l->gate, l->gate_b, l->F, m->D), weight(m, l->up, l->up_b, l->F, m->D), h, w->rows, hidden, spare,
+  gated(w, weight(m, l->gate, l->gate_b, l->F, m->D), weight(m, l->up, l->up_b, l->F, m->D), h, w->rows, hidden, spare,
         from, to);
 }
 
@@ -83,7 +84,7 @@ static void experts_up(const Work *w, const Layer *l, const Routes *p, const flo
     const I first = p->begin[e], n = p->begin[e + 1] - first;
     float *out = hidden + first * F;
     for (I i = 0; i < n; i++) memcpy(mine + i * L, z + p->visits[first + i] / m->top_k * L, L * sizeof(float));
-    if (n) gated(m, nth(gate, e), nth(up, e), mine, n, out, spare, from, to);
+    if (n) gated(w, nth(gate, e), nth(up, e), mine, n, out, spare, from, to);
     for (I i = 0; i < n && from < to; i++) quantise(m, out + i * F + from, to - from);
   }
 }
@@ -100,7 +101,7 @@ static void experts_down(const Work *w, const Layer *l, const Routes *p, const f
   for (I e = 0; e < m->E; e++) {
     const I first = p->begin[e], n = p->begin[e + 1] - first;
     const Matrix mine = nth(down, e);
-    if (n) columns(&mine, hidden + first * F, n, y, from, to);
+    if (n) columns(&w->team, &mine, hidden + first * F, n, y, from, to);
     for (I i = 0; i < n; i++) {
       const I slot = p->visits[first + i];
       float *to_row = sum + slot / m->top_k * L;

@@ -9,13 +9,12 @@
 #include <sched.h>
 #include <stdatomic.h>
 
+#include "pairs.h"
 #include "vector.h"
 
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
-
-#define INLINE inline __attribute__((always_inline))
 
 /* --------------------------------------------------------------------- team */
 
@@ -27,10 +26,12 @@ typedef struct {
   _Alignas(64) atomic_long stalls;
 } Gate;
 
-/* Threads that carry the same rows through the model; alone where size is 1. */
+/* Threads that carry the same rows through the model; alone where size is 1. room: this thread's, for a product's rows
+   split (pairs.h). */
 typedef struct {
   I rank, size;
   Gate *gate;
+  uint16_t *room;
 } Team;
 
 /* Looks before a waiting thread gives its core away (some tens of microseconds), and before it counts as a stall. */
@@ -212,12 +213,13 @@ static INLINE void product(const I format, const float *x, I xs, I rows, const c
 }
 
 /* y[rows][n] = bias + x[rows][K] w^T for n in from..to; rows of y are N apart. */
-static void columns(const Matrix *w, const float *x, I rows, float *y, I from, I to) {
+static void columns(const Team *t, const Matrix *w, const float *x, I rows, float *y, I from, I to) {
   const I N = w->N, K = w->K, stride = row_bytes(w->format, K), ahead = PANEL * stride;
   const char *base = w->at, *scales = base + N * stride;
   const uint8_t *exponents = (const uint8_t *)scales;
   if (w->format == FLOAT32) product(FLOAT32, x, K, rows, base, stride, 0, K, y, N, from, to, ahead);
-  if (w->format == BF16) product(BF16, x, K, rows, base, stride, 0, K, y, N, from, to, ahead);
+  if (w->format == BF16 && has_pairs()) pair_product(split(x, rows, K, t->room), rows, base, stride, y, N, from, to);
+  if (w->format == BF16 && !has_pairs()) product(BF16, x, K, rows, base, stride, 0, K, y, N, from, to, ahead);
   if (w->format == INT8) product(INT8, x, K, rows, base, stride, 0, K, y, N, from, to, ahead);
   if (w->format == MXFP4) product(MXFP4, x, K, rows, base, stride, exponents, K, y, N, from, to, ahead);
   for (I r = 0; r < rows; r++) {
@@ -232,7 +234,7 @@ static void columns(const Matrix *w, const float *x, I rows, float *y, I from, I
 static void linear(const Team *t, Matrix w, const float *x, I rows, float *y) {
   I from, to;
   share(t, w.N, PANEL, &from, &to);
-  columns(&w, x, rows, y, from, to);
+  columns(t, &w, x, rows, y, from, to);
 }
 
 #endif

@@ -169,8 +169,10 @@ def test_weights_in_fewer_bits_are_a_torch_model_with_rounded_weights(name, weig
         tokens = (torch.arange(rows) * 7 + step).remainder(model.config.vocab_size).unsqueeze(1)
         want = reference.logits(reference(tokens, theirs)[:, -1]).log_softmax(-1)
         got = decoder.step(tokens, ours).log_softmax(-1)
-        torch.testing.assert_close(got, want, atol=2e-2 if model.config.quant else 2e-5, rtol=0)
-        assert float((got - want).abs().median()) < 3e-6
+        # The processor's products of bfloat16 pairs take activations to 16 bits (native/pairs.h).
+        close = 2e-2 if model.config.quant else 5e-5 if weights == "bf16" else 2e-5
+        torch.testing.assert_close(got, want, atol=close, rtol=0)
+        assert float((got - want).abs().median()) < (1e-5 if weights == "bf16" else 3e-6)
 
 
 @pytest.mark.parametrize("weights", ["bf16", "int8", "mxfp4"])

@@ -1,0 +1,110 @@
+/* BF16 weights by the processor's own instruction for pairs of them (AVX512-BF16), where it has one.
+
+   A float is taken as the sum of two bfloat16, high + low, which keeps 16 bits of it: two products then stand for one,
+   and still take less time than making floats of the weights. Sums are in one order in every tile, as in products.h, but
+   in another order than there. */
+
+#ifndef NONET_PAIRS_H
+#define NONET_PAIRS_H
+
+#include "vector.h"
+
+#define INLINE inline __attribute__((always_inline))
+
+/* x[rows][K] split: rows of `width` numbers, the high parts of all rows, then the low parts. */
+typedef struct {
+  const uint16_t *high, *low;
+  I width;
+} Split;
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#define WITH_PAIRS __attribute__((target("avx512bf16")))
+
+static int has_pairs(void) { return __builtin_cpu_supports("avx512bf16"); }
+
+static INLINE __m512 upper(__m256bh h) {
+  return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)h), 16);
+}
+
+/* room: for 2 * rows * width numbers; width is K filled up to 32 with zeros. */
+WITH_PAIRS static Split split(const float *x, I rows, I K, uint16_t *room) {
+  const I width = (K + 31) / 32 * 32;
+  uint16_t *high = room, *low = room + rows * width;
+  for (I r = 0; r < rows; r++)
+    for (I k = 0; k < width; k += LANES) {
+      const __m512 v = (__m512)at(x + r * K, k, K);
+      const __m256bh h = _mm512_cvtneps_pbh(v), rest = _mm512_cvtneps_pbh(v - upper(h));
+      memcpy(high + r * width + k, &h, sizeof h);
+      memcpy(low + r * width + k, &rest, sizeof rest);
+    }
+  return (Split){high, low, width};
+}
+
+/* y[r][n] for RR rows from r on and 16 columns, whose weights are at w. */
+WITH_PAIRS static INLINE void pair_panel(const int RR, const Split *x, I r, const char *w, I stride, float *y, I ys,
+                                         I ahead) {
+  const int NN = 16 / RR;
+  const uint16_t *high = x->high + r * x->width, *low = x->low + r * x->width;
+  for (int first = 0; first < 16; first += NN) {
+    __m512 acc[16];
+    V sums_of[16];
+    float out[16];
+    const char *v = w + first * stride;
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) acc[i] = _mm512_setzero_ps();
+    for (I k = 0; k < x->width; k += 32)
+#pragma GCC unroll 16
+      for (int n = 0; n < NN; n++) {
+        const __m512bh weights = (__m512bh)_mm512_loadu_si512(v + n * stride + 2 * k);
+        if (ahead) __builtin_prefetch(v + ahead + (k / 32 * NN + n) * 64, 0, 3);
+#pragma GCC unroll 16
+        for (int i = 0; i < RR; i++) {
+          const I at = i * x->width + k;
+          acc[i * NN + n] = _mm512_dpbf16_ps(acc[i * NN + n], weights, (__m512bh)_mm512_loadu_si512(high + at));
+          acc[i * NN + n] = _mm512_dpbf16_ps(acc[i * NN + n], weights, (__m512bh)_mm512_loadu_si512(low + at));
+        }
+      }
+    memcpy(sums_of, acc, sizeof acc);
+    store(out, sums(sums_of));
+    for (int i = 0; i < RR; i++) memcpy(y + (r + i) * ys + first, out + i * NN, NN * sizeof(float));
+  }
+}
+
+/* y[r][n] = x[r] . w[n] for n in from..to */
+WITH_PAIRS static void pair_product(Split x, I rows, const char *w, I stride, float *y, I ys, I from, I to) {
+  const I ahead = 16 * stride;
+  for (I n = from; n < to; n += 16) {
+    if (n + 16 > to) {
+      for (I r = 0; r < rows; r++)
+        for (I c = n; c < to; c++) {
+          __m512 acc = _mm512_setzero_ps();
+          for (I k = 0; k < x.width; k += 32) {
+            const __m512bh weights = (__m512bh)_mm512_loadu_si512(w + c * stride + 2 * k);
+            acc = _mm512_dpbf16_ps(acc, weights, (__m512bh)_mm512_loadu_si512(x.high + r * x.width + k));
+            acc = _mm512_dpbf16_ps(acc, weights, (__m512bh)_mm512_loadu_si512(x.low + r * x.width + k));
+          }
+          y[r * ys + c] = sum((V)acc);
+        }
+      return;
+    }
+    I r = 0;
+    for (; r + 4 <= rows; r += 4) pair_panel(4, &x, r, w + n * stride, stride, y + n, ys, r ? 0 : ahead);
+    for (; r + 2 <= rows; r += 2) pair_panel(2, &x, r, w + n * stride, stride, y + n, ys, r ? 0 : ahead);
+    for (; r < rows; r++) pair_panel(1, &x, r, w + n * stride, stride, y + n, ys, r ? 0 : ahead);
+  }
+}
+
+#else
+
+static int has_pairs(void) { return 0; }
+static Split split(const float *x, I rows, I K, uint16_t *room) {
+  (void)x, (void)rows, (void)K;
+  return (Split){room, room, 0};
+}
+static void pair_product(Split x, I rows, const char *w, I stride, float *y, I ys, I from, I to) {
+  (void)x, (void)rows, (void)w, (void)stride, (void)y, (void)ys, (void)from, (void)to;
+}
+
+#endif
+#endif
