@@ -45,11 +45,11 @@ class Ours:
 
     @torch.inference_mode()
     def log_probs(self, case: Case) -> list[float]:
-        """Of the whole vocabulary after the case's prompt, or one token where that is noise: by the decode step."""
+        """Of the whole vocabulary after the case's prompt, or one token where that is noise: by torch in float32, which
+        says whose model it is, not what a format does to it.
+        """
         ids = prompt(case, 0) if case.past < LONG else [5]
-        state = SequenceState.new(self.model.config, 1, len(ids), torch.float32)
-        logits = [self.decoder.step(torch.tensor([[i]]), state) for i in ids][-1]
-        return logits[0].log_softmax(-1).tolist()
+        return self.model.logits(self.model(torch.tensor([ids]))[0, -1]).log_softmax(-1).tolist()
 
     def generate(self, case: Case) -> dict[str, float]:
         return slope(self.timed(case, case.short), self.timed(case, case.long), case)

@@ -1,8 +1,8 @@
 /* BF16 weights by the processor's own instruction for pairs of them (AVX512-BF16), where it has one.
 
    A float is taken as the sum of two bfloat16, high + low, which keeps 16 bits of it: two products then stand for one,
-   and still take less time than making floats of the weights. Sums are in one order in every tile, as in products.h, but
-   in another order than there. */
+   and still take less time than making floats of the weights. Sums are in one order in every tile, as in products.h,
+   but in another order than there. */
 
 #ifndef NONET_PAIRS_H
 #define NONET_PAIRS_H
