@@ -94,6 +94,7 @@ class NativeDecoder:
         self._parameters = list(model.parameters())
         self._elements = sum(w.numel() for w in self._parameters) - model.embed_tokens.weight.numel()
         self._elements += model.lm_head.weight.numel()
+        self._context_bytes = model.cost.bytes_per_token(4)
         self._addresses: list[int] = []
         self._pools: list[int] = []
         self._crowded = 0  # steps left before threads try again to meet
@@ -110,7 +111,7 @@ class NativeDecoder:
         table, slots, turned = state.table_BP.contiguous(), state.slot_B.contiguous(), self._rotation(state)
         addresses = (state.lengths_B.data_ptr(), table.data_ptr(), slots.data_ptr(), *(t.data_ptr() for t in turned))
         rows = _Rows(state.batch, table.shape[1], *addresses)
-        gain = self._gain(state.batch, threads)
+        gain = self._gain(state.batch, longest, threads)
         together = gain > 0 and not self._crowded if self.together is None else self.together
         scratch = self._room(state.batch, longest + 1, threads, together)
         tensors = (x_BD.data_ptr(), ctypes.addressof(rows), logits_BW.data_ptr(), scratch)
@@ -131,11 +132,12 @@ class NativeDecoder:
         turned = self.model.rotation(state.lengths_B[:, None])
         return () if turned is None else (turned[0].contiguous(), turned[1].contiguous())
 
-    def _gain(self, rows: int, threads: int) -> float:
+    def _gain(self, rows: int, context: int, threads: int) -> float:
         """Seconds saved, or lost, if all threads carry the same rows: that reads weights once for MOST rows and
         leaves no core idle, but costs meetings. Apart, each thread carries ALONE rows and reads all weights for them.
         """
-        reading, row = self._elements * BITS[self.weights] / 8 / _STREAM, 2 * self._elements / _ARITHMETIC
+        reading = self._elements * BITS[self.weights] / 8 / _STREAM
+        row = 2 * self._elements / _ARITHMETIC + context * self._context_bytes / _STREAM
         meetings = _MEET * _MEETS * len(self.model.layers) if threads > 1 else 0.0
         apart = -(-rows // (ALONE * threads)) * (reading + min(rows, ALONE) * row)
         return apart - -(-rows // MOST) * (reading / threads + meetings) - rows * row / threads
