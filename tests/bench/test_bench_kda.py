@@ -28,10 +28,12 @@ def test_ratios_are_medians_and_the_smaller_length_counts():
     row |= {"fla_1024": 30.0, "fla_4096": 40.0, "transformers_1024": 90.0, "transformers_4096": 80.0}
     row |= {f"sgemm_{T}": 1.0 for T in kda.LENGTHS} | {f"torch_both_{T}": 5.0 for T in kda.LENGTHS}
     row |= {"step_native_1": 1.0, "step_torch_1": 6.0, "step_native_64": 1.0, "step_torch_64": 7.0}
+    row |= {"step_called_1": 1.5, "step_called_64": 1.0}
     out = kda.figures([row, {**row, "fla_1024": 10.0}, {**row, "fla_1024": 31.0}])
     assert list(out)[:5] == ["fwd_vs_fla", "fwd_vs_hf", "fwd_of_sgemm", "fwdbwd_vs_autograd", "torch_fwd_vs_fla"]
     assert (out["fwd_vs_fla"], out["fwd_vs_hf"], out["fwdbwd_vs_autograd"]) == (30.0, 80.0, 5.0)
     assert (out["decode_vs_torch_b1"], out["decode_vs_torch_b64"]) == (6.0, 7.0)
+    assert (out["decode_call_vs_torch_b1"], out["decode_call_vs_torch_b64"]) == (4.0, 7.0)
     assert out["by_length"]["fwd_vs_fla"] == {"1024": 30.0, "4096": 40.0}
     assert out["fwd_of_sgemm"] == pytest.approx(kda.flops(1024) / (2 * 2048**3))
     assert out["tokens_per_cpu_s"]["native_4096"] == 4096
@@ -57,7 +59,7 @@ def test_one_turn_of_ours_fills_every_figure_but_the_peers(monkeypatch):
     monkeypatch.setattr(kda_worker, "STEPS", {1: 2, 64: 1})
     row = kda_worker.Work().figures()
     wanted = {f"{n}_64" for n in ("native", "sgemm", "torch", "transformers", "native_both", "torch_both")}
-    assert row.keys() == wanted | {f"step_{n}_{B}" for n in ("native", "torch") for B in (1, 64)}
+    assert row.keys() == wanted | {f"step_{n}_{B}" for n in ("native", "called", "torch") for B in (1, 64)}
     assert all(x > 0 for x in row.values())
 
 
