@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -54,6 +55,35 @@ def main(arguments: list[str]) -> int:
         write_atomic(file, json.dumps(results, indent=1))
     console.print(_table(name, lines, results))
     return 0 if all(results[line.name]["ok"] for line in lines) else 1
+
+
+# ------------------------------------------------------------------------------ kinds of lines
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def tests(*arguments: str) -> tuple[dict[str, Any], bool]:
+    """pytest with these arguments: its closing line, and whether all passed."""
+    done = run(sys.executable, "-m", "pytest", *arguments)
+    closing = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else "no output"
+    return {"pytest " + " ".join(arguments): closing}, done.returncode == 0
+
+
+def bench(
+    name: str, keys: tuple[str, ...], suffices: Callable[[dict[str, Any]], bool], *options: str
+) -> Callable[[], tuple[dict[str, Any], bool]]:
+    """`nonet bench NAME --json`: some of its figures, and whether they suffice."""
+
+    def collect() -> tuple[dict[str, Any], bool]:
+        done = run(sys.executable, "-m", "nonet.cli", "bench", name, "--json", *options)
+        if done.returncode:
+            return {"error": (done.stderr.strip() or "no message").splitlines()[-1]}, False
+        figures = json.loads(done.stdout.splitlines()[-1])
+        return {k: figures[k] for k in (*keys, "quiet") if k in figures}, suffices(figures)
+
+    return collect
 
 
 def _table(name: str, lines: tuple[Line, ...], results: dict[str, Any]) -> Table:

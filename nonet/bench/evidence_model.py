@@ -4,49 +4,22 @@ context. Commands a reader can run alone.
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
-from collections.abc import Callable
 from typing import Any
 
-from nonet.bench.evidence import Line
+from nonet.bench.evidence import Line, bench, run, tests
 
-PYTHON = sys.executable
 LAWS = ("test_law01", "test_law02", "test_law14", "test_law15", "test_law16")
 
 
-def _run(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
-def _tests(*arguments: str) -> tuple[dict[str, Any], bool]:
-    done = _run(PYTHON, "-m", "pytest", *arguments)
-    closing = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else "no output"
-    return {"pytest " + " ".join(arguments): closing}, done.returncode == 0
-
-
 def laws() -> tuple[dict[str, Any], bool]:
-    return _tests("tests/laws", "tests/ops", "-k", " or ".join((*LAWS, "kda")))
+    return tests("tests/laws", "tests/ops", "-k", " or ".join((*LAWS, "kda")))
 
 
 def codes() -> tuple[dict[str, Any], bool]:
-    figures, ok = _tests("tests/quant", "-rs")
-    gaps, measured = _bench("qat", ("ptq_gap", "qat_gap", "loss", "gaps"), lambda f: f["qat_gap"] < f["ptq_gap"])()
+    figures, ok = tests("tests/quant", "-rs")
+    gaps, measured = bench("qat", ("ptq_gap", "qat_gap", "loss", "gaps"), lambda f: f["qat_gap"] < f["ptq_gap"])()
     return figures | gaps, ok and measured
-
-
-def _bench(
-    name: str, keys: tuple[str, ...], suffices: Callable[[dict[str, Any]], bool]
-) -> Callable[[], tuple[dict[str, Any], bool]]:
-    def collect() -> tuple[dict[str, Any], bool]:
-        done = _run(PYTHON, "-m", "nonet.cli", "bench", name, "--json")
-        if done.returncode:
-            return {"error": (done.stderr.strip() or "no message").splitlines()[-1]}, False
-        figures = json.loads(done.stdout.splitlines()[-1])
-        return {k: figures[k] for k in (*keys, "quiet") if k in figures}, suffices(figures)
-
-    return collect
 
 
 KDA = {
@@ -56,7 +29,7 @@ KDA = {
 
 
 def k3_size() -> tuple[dict[str, Any], bool]:
-    done = _run(PYTHON, "-m", "nonet.cli", "check", "recipes/k3.toml")
+    done = run(sys.executable, "-m", "nonet.cli", "check", "recipes/k3.toml")
     line = next((line for line in done.stdout.splitlines() if line.startswith("model:")), done.stderr.strip())
     return {"nonet check recipes/k3.toml": line}, "2.78T total" in line and "104.2B active" in line
 
@@ -64,16 +37,16 @@ def k3_size() -> tuple[dict[str, Any], bool]:
 LINES = (
     Line("0", "nonet check recipes/k3.toml: 2.78T total, 104.2B active", k3_size),
     Line("1", "laws 1, 2, 14, 15, 16 and the matrix of KDA cases", laws),
-    Line("2", "KDA kernels against fla, transformers, sgemm and torch", _bench("kda", (*KDA,), lambda f: all(
+    Line("2", "KDA kernels against fla, transformers, sgemm and torch", bench("kda", (*KDA,), lambda f: all(
         f[k] >= least for k, least in KDA.items()))),
-    Line("3", "parity: K3 in llama.cpp 2e-4, Kimi-Linear in transformers 1e-4", _bench(
+    Line("3", "parity: K3 in llama.cpp 2e-4, Kimi-Linear in transformers 1e-4", bench(
         "parity", ("k3_vs_llamacpp", "kimi_linear_vs_hf"),
         lambda f: f["k3_vs_llamacpp"] <= 2e-4 and f["kimi_linear_vs_hf"] <= 1e-4)),
     Line("4", "MX codes equal torchao and microxcaling; quantised after training against trained on the grid", codes),
-    Line("5", "balance: MaxVio at most 0.3 by step 5", _bench(
+    Line("5", "balance: MaxVio at most 0.3 by step 5", bench(
         "balance", ("maxvio_step5",), lambda f: all(v <= 0.3 for v in f["maxvio_step5"].values()))),
-    Line("6", "pretraining against transformers' Kimi-Linear: at least 3x", _bench(
+    Line("6", "pretraining against transformers' Kimi-Linear: at least 3x", bench(
         "pretrain", ("vs_hf_kimi_linear",), lambda f: f["vs_hf_kimi_linear"] >= 3)),
-    Line("7", "the NoPE experiment", _bench(
+    Line("7", "the NoPE experiment", bench(
         "context", ("claim", "verdict", "multi_key"), lambda f: f["cells_done"] == f["cells"])),
 )  # fmt: skip
