@@ -8,6 +8,7 @@
 
 #include <sched.h>
 #include <stdatomic.h>
+#include <time.h>
 
 #include "pairs.h"
 #include "vector.h"
@@ -34,8 +35,15 @@ typedef struct {
   uint16_t *room;
 } Team;
 
-/* Looks before a waiting thread gives its core away (some tens of microseconds), and before it counts as a stall. */
-enum { PATIENCE = 1 << 12, STALL = PATIENCE + (1 << 9) };
+/* Looks before a waiting thread gives its core away (some tens of microseconds); seconds that count as a stall. */
+enum { PATIENCE = 1 << 12 };
+static const double STALL = 1e-3;
+
+static double seconds(void) {
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
 
 /* Nobody goes on before all have come. Who waits long gives its core away: the one waited for may need it. */
 static void meet(const Team *t) {
@@ -46,13 +54,15 @@ static void meet(const Team *t) {
     atomic_store(&t->gate->rounds, round + 1);
     return;
   }
-  for (int looks = 0; atomic_load(&t->gate->rounds) == round; looks++) {
-    if (looks == STALL) atomic_fetch_add(&t->gate->stalls, 1);
-    if (looks > PATIENCE) sched_yield();
+  for (int looks = 0; looks < PATIENCE; looks++) {
+    if (atomic_load(&t->gate->rounds) != round) return;
 #if defined(__x86_64__)
-    else __builtin_ia32_pause();
+    __builtin_ia32_pause();
 #endif
   }
+  const double began = seconds();
+  while (atomic_load(&t->gate->rounds) == round) sched_yield();
+  if (seconds() - began > STALL) atomic_fetch_add(&t->gate->stalls, 1);
 }
 
 /* from..to: this thread's part of n things, in whole grains. */
