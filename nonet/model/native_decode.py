@@ -10,6 +10,7 @@ parameter, and by `refresh`. Activations, caches, norms, routers, convolutions a
 from __future__ import annotations
 
 import ctypes
+import time
 
 import torch
 from torch import Tensor, nn
@@ -46,8 +47,8 @@ _RULES = {"floor": 0, "even": 1, "ceil": 2, "rceil": 3}
 # Of one core, for choosing how threads share a step: bytes and operations a second, seconds a meeting of threads.
 _STREAM, _ARITHMETIC, _MEET, _MEETS = 12e9, 70e9, 0.7e-6, 9
 # Other work on the same cores makes a meeting last about a turn of the scheduler. A step that lost more by that than
-# meeting gains is followed by some in which nobody waits.
-_TURN, _CROWDED = 3e-3, 50
+# meeting gains is followed by a while in which nobody waits.
+_TURN, _CROWDED = 3e-3, 0.05
 
 
 class _Layer(ctypes.Structure):
@@ -97,7 +98,7 @@ class NativeDecoder:
         self._context_bytes = model.cost.bytes_per_token(4)
         self._addresses: list[int] = []
         self._pools: list[int] = []
-        self._crowded = 0  # steps left before threads try again to meet
+        self._crowded_until = 0.0  # when threads try again to meet
 
     def step(self, tokens_B1: Tensor, state: SequenceState) -> Tensor:
         model, threads = self.model, torch.get_num_threads()
@@ -112,11 +113,13 @@ class NativeDecoder:
         addresses = (state.lengths_B.data_ptr(), table.data_ptr(), slots.data_ptr(), *(t.data_ptr() for t in turned))
         rows = _Rows(state.batch, table.shape[1], *addresses)
         gain = self._gain(state.batch, longest, threads)
-        together = gain > 0 and not self._crowded if self.together is None else self.together
+        crowded = time.perf_counter() < self._crowded_until
+        together = gain > 0 and not crowded if self.together is None else self.together
         scratch = self._room(state.batch, longest + 1, threads, together)
         tensors = (x_BD.data_ptr(), ctypes.addressof(rows), logits_BW.data_ptr(), scratch)
         stalls = self._step(ctypes.byref(self._model), self._layers, *tensors, longest + 1, threads, together)
-        self._crowded = _CROWDED if stalls * _TURN > gain else max(0, self._crowded - 1)
+        if stalls * _TURN > max(gain, 0.0):
+            self._crowded_until = time.perf_counter() + _CROWDED
         state.lengths_B += 1
         return logits_BW
 
