@@ -23,10 +23,11 @@ from nonet import native as kernels
 from nonet.engine.accounts import Accounts
 from nonet.engine.feed import Decoding, padded, sampling_of, state_of
 from nonet.engine.ledger import Ledger
-from nonet.engine.prefix import Node, PrefixCache
+from nonet.engine.prefix import PrefixCache
 from nonet.engine.row import Report, Row, check_request
 from nonet.engine.sampler import SamplingRows, sample, top
 from nonet.engine.scheduler import Batch, Scheduler
+from nonet.engine.snapshots import Node
 from nonet.engine.weights import copy_weights
 from nonet.model import Model, SequenceState
 from nonet.model.native_decode import NativeDecoder

@@ -13,40 +13,17 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 
 import numpy as np
 
 from nonet.engine.ledger import Ledger
-from nonet.engine.snapshots import Kind, Snapshot, Snapshots
+from nonet.engine.snapshots import Kind, Node, Salt, Snapshot, Snapshots, Tail
 from nonet.model.state import PAGE, Memory
 
-Salt = str
-Tail = tuple[int, ...]
 _GONE = 1 << 16  # digests remembered of what was given up, to say why a request missed
-
-
-@dataclass(slots=True, eq=False)
-class Node:
-    """One page of 16 tokens, after its parent's; a root, of length 0, has none."""
-
-    salt: Salt
-    digest: bytes
-    parent: Node | None
-    page: int
-    length: int
-    used: int = 0
-    children: int = 0
-    ends: dict[Tail, Snapshot] = field(default_factory=dict)
-
-    def path(self) -> Iterator[Node]:
-        """This node and those before it, without the root."""
-        node = self
-        while node.parent is not None:
-            yield node
-            node = node.parent
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from nonet.engine.prefix import Salt
 from nonet.engine.sampler import Edit
-from nonet.engine.snapshots import Kind, Snapshot
+from nonet.engine.snapshots import Kind, Salt, Snapshot
 from nonet.model.config import ModelConfig
 from nonet.model.state import PAGE
 from nonet.ops.rng import stream_key
@@ -45,7 +44,7 @@ class Row:
     logprobs: list[float] = field(default_factory=list)
     raw_logprobs: list[float] = field(default_factory=list)
     tops: list[Top] = field(default_factory=list)
-    draws: list[float] = field(default_factory=list)  # ahead of use, filled by batch.draws
+    draws: list[float] = field(default_factory=list)  # ahead of use, filled by feed.draws
     pages: list[int] = field(default_factory=list)
     slot: int = -1
     filled: int = 0

@@ -12,9 +12,9 @@ from collections import Counter, deque
 from dataclasses import dataclass
 
 from nonet.engine.ledger import Ledger
-from nonet.engine.prefix import Match, Node, PrefixCache, digests
+from nonet.engine.prefix import Match, PrefixCache, digests
 from nonet.engine.row import Report, Row, pages_for
-from nonet.engine.snapshots import Kind
+from nonet.engine.snapshots import Kind, Node
 from nonet.model.state import PAGE
 
 # A forward for one newcomer costs nearly as much as one for many: while most rows are busy decoding, newcomers gather

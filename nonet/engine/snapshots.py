@@ -11,15 +11,15 @@ weigh the same.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from nonet.engine.ledger import Ledger
 from nonet.model.state import Memory
 
-if TYPE_CHECKING:
-    from nonet.engine.prefix import Node
-
+Salt = str
+Tail = tuple[int, ...]
 MOST_OF_ONE = 2  # times one conversation starts from one place: going on, and taking the turn again
 # Where it was taken: after the first message, where a second request diverged, after the last message, where a
 # completion ended. The first two are shared by nature: a conversation that moves on does not leave them behind.
@@ -27,9 +27,30 @@ Kind = Literal["system", "junction", "message", "end"]
 
 
 @dataclass(slots=True, eq=False)
+class Node:
+    """One page of 16 tokens, after its parent's; a root, of length 0, has none."""
+
+    salt: Salt
+    digest: bytes
+    parent: Node | None
+    page: int
+    length: int
+    used: int = 0
+    children: int = 0
+    ends: dict[Tail, Snapshot] = field(default_factory=dict)
+
+    def path(self) -> Iterator[Node]:
+        """This node and those before it, without the root."""
+        node = self
+        while node.parent is not None:
+            yield node
+            node = node.parent
+
+
+@dataclass(slots=True, eq=False)
 class Snapshot:
     node: Node
-    tail: tuple[int, ...]
+    tail: Tail
     kind: Kind
     slot: int | None  # None: the model has no KDA layer
     page: int | None  # of the tail; None: there is none
