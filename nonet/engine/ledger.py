@@ -27,11 +27,6 @@ class Numbers:
     def size(self) -> int:
         return len(self.owners)
 
-    @property
-    def left(self) -> float:
-        """How many could be taken now, growth included."""
-        return float("inf") if self.limit is None else self.limit - self.size + len(self.free)
-
     def take(self) -> int | None:
         """A number that nobody owned; None if all are owned and there may be no more."""
         if not self.free and not self._extend():
