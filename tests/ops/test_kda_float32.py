@@ -31,7 +31,7 @@ FORMS = [
 ]
 every_form = pytest.mark.parametrize("form", FORMS)
 FORWARD = 2e-6  # relative to the largest number
-GRADIENT = 4e-5  # with repeated keys; 3.1e-5 seen without fused multiply-add, 2e-5 with it
+GRADIENT = 4e-5 if native.level() == "portable" else 2e-5  # without fused multiply-add repeated keys cost 3.1e-5
 Form = Callable[..., tuple[Tensor, ...]]
 
 
