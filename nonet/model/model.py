@@ -25,6 +25,7 @@ from nonet.model.kda import KDA
 from nonet.model.moe import MoE
 from nonet.model.span import Documents, Span
 from nonet.model.state import PAGE, SequenceState
+from nonet.model.taps import Taps
 
 
 class Block(nn.Module):
@@ -103,20 +104,27 @@ class Model(nn.Module):
         state: SequenceState | None = None,
         counts_B: Tensor | None = None,
         starts: Sequence[int] | None = None,
+        taps: Taps | None = None,
     ) -> Tensor:
         """hidden_BTD before the final norm.
 
         counts_B: how many of the T tokens of each row are real (right padding after them); None: all. state: extended
         in place by each row's real tokens; None: fresh sequences, nothing kept. starts: where documents packed into the
-        one row begin; they do not see each other.
+        one row begin; they do not see each other. taps: filled with the hidden states it names.
         """
         span = self.span(tokens_BT, state, counts_B, starts)
         stream = Stream(self.embed_tokens(tokens_BT))
         for i, layer in enumerate(self.layers):
+            assert isinstance(layer, Block)
+            if taps is not None and i in taps.layers:
+                taps.take(i, stream.read(layer.self_attention_res))
             layer(stream, span, None if state is None else state.layers[i])
         if state is not None:
             state.lengths_B += tokens_BT.shape[1] if counts_B is None else counts_B
-        return stream.read(self.output_attn_res)
+        hidden_BTD = stream.read(self.output_attn_res)
+        if taps is not None and len(self.layers) in taps.layers:
+            taps.take(len(self.layers), hidden_BTD)
+        return hidden_BTD
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.lm_head(self.norm(hidden))
