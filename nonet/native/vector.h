@@ -1,5 +1,5 @@
 /* Vectors of 16 floats and the few operations on them that decoding needs. GCC vector extensions: every processor gets
-   the widest registers its build allows, and the same sums in the same order.. */
+   the widest registers its build allows, and the same sums in the same order. */
 
 #ifndef NONET_VECTOR_H
 #define NONET_VECTOR_H
@@ -73,6 +73,18 @@ static inline V vtanh(V x) {
   V series = x * (1.0f + s * (-0.33333333f + s * (0.13333333f + s * -0.05396825f)));
   V big = 1.0f - 2.0f / (1.0f + vexp(2.0f * x));
   return pick(s < 0.01f, series, big);
+}
+/* log(1 + e^x) = max(x, 0) + log(1 + u), u = e^-|x|; log(1 + u) = 2 artanh(z), z = u / (2 + u) <= 1/3, by its series. */
+static inline V vsoftplus(V x) {
+  V u = vexp(pick(x > 0.0f, -x, x)), z = u / (2.0f + u), s = z * z;
+  V p = splat(1.0f / 13);
+  p = p * s + 1.0f / 11;
+  p = p * s + 1.0f / 9;
+  p = p * s + 1.0f / 7;
+  p = p * s + 1.0f / 5;
+  p = p * s + 1.0f / 3;
+  p = p * s + 1.0f;
+  return pick(x > 0.0f, x, splat(0)) + 2.0f * z * p;
 }
 /* Elements i.. of p[n] as a vector, zeros behind the end; and back. */
 static inline V at(const float *p, I i, I n) {
