@@ -80,30 +80,71 @@ class SamplingRows:
         return found if found.any() else None
 
 
+@dataclass(frozen=True)
+class Distributions:
+    """Log-probs of N rows: the model's own, those of the edited logits (greedy rows take their argmax), and those that
+    tokens are drawn from. They are the same tensor where nothing was asked for.
+    """
+
+    raw_NW: Tensor
+    said_NW: Tensor
+    shaped_NW: Tensor
+
+    @staticmethod
+    def of(logits_NW: Tensor, rows: SamplingRows) -> Distributions:
+        raw_NW = logits_NW.float().log_softmax(-1)
+        said_NW = _edited(logits_NW, raw_NW, rows.edits)
+        return Distributions(raw_NW, said_NW, shape(said_NW, rows))
+
+    def of_tokens(self, token_N1: Tensor, greedy_N: np.ndarray | None) -> tuple[Tensor, Tensor]:
+        """Log-probs of chosen tokens after and before the transform, [N] each. A greedy row is a point mass: 0."""
+        before_N1 = self.raw_NW.gather(1, token_N1)
+        after_N1 = before_N1 if self.shaped_NW is self.raw_NW else self.shaped_NW.gather(1, token_N1)
+        if greedy_N is not None:
+            after_N1 = after_N1.masked_fill(torch.from_numpy(greedy_N).to(after_N1.device).unsqueeze(1), 0.0)
+        return after_N1.squeeze(1), before_N1.squeeze(1)
+
+
 def sample(logits_BW: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor, Tensor]:
     """(tokens_B, logprobs_B, raw_logprobs_B): log-probs under the transformed distribution and under the model's own.
 
     A greedy row (temperature 0) is a point mass: its behaviour log-prob is 0. UserError where logits are not finite.
     """
-    raw_BW = logits_BW.float().log_softmax(-1)
-    said_BW = _edited(logits_BW, raw_BW, rows.edits)
-    shaped_BW = _transform(said_BW, rows)
-    cdf_BW = shaped_BW.double().exp().cumsum(-1)
+    found = Distributions.of(logits_BW, rows)
     draws = uniforms(rows.keys, rows.positions) if rows.draws is None else rows.draws
-    u_B1, total_B1 = torch.from_numpy(draws).to(cdf_BW.device).unsqueeze(1), cdf_BW[:, -1:]
-    if not total_B1.isfinite().all():
-        raise UserError("the model's logits are not finite: its weights are damaged or training has diverged")
+    token_B = draw(found.shaped_NW, found.said_NW, rows.greedy, draws)
+    return token_B, *found.of_tokens(token_B.unsqueeze(1), rows.greedy)
+
+
+def draw(
+    shaped_BW: Tensor, said_BW: Tensor, greedy_B: np.ndarray | None, draws_B: np.ndarray, whose: str = "model"
+) -> Tensor:
+    """Tokens [B]: the argmax of `said` in greedy rows (of equals the lowest id), elsewhere where the cumulative mass of
+    `shaped` reaches the row's uniform. UserError where they are not finite.
+    """
+    if greedy_B is not None and greedy_B.all():
+        best_B = said_BW.max(-1)
+        _check_finite(best_B.values, whose)
+        return best_B.indices
+    token_B = invert(shaped_BW.double().exp(), draws_B, whose)
+    if greedy_B is None:
+        return token_B
+    return torch.where(torch.from_numpy(greedy_B).to(token_B.device), said_BW.argmax(-1), token_B)
+
+
+def invert(mass_BW: Tensor, draws_B: np.ndarray, whose: str = "model") -> Tensor:
+    """Token [B] at which the cumulative mass (float64, of any total) exceeds its share draws_B of the total."""
+    cdf_BW = mass_BW.cumsum(-1)
+    u_B1, total_B1 = torch.from_numpy(draws_B).to(cdf_BW.device).unsqueeze(1), cdf_BW[:, -1:]
+    _check_finite(total_B1, whose)
     # u < 1 keeps u * total below total except by rounding; then the token that completes the mass is meant.
     target_B1 = torch.minimum(u_B1 * total_B1, total_B1.nextafter(torch.zeros_like(total_B1)))
-    token_B1 = torch.searchsorted(cdf_BW, target_B1, right=True)
-    greedy_B1 = None if rows.greedy is None else torch.from_numpy(rows.greedy).to(cdf_BW.device).unsqueeze(1)
-    if greedy_B1 is not None:
-        token_B1 = torch.where(greedy_B1, said_BW.argmax(-1, keepdim=True), token_B1)
-    before_B1 = raw_BW.gather(1, token_B1)
-    after_B1 = before_B1 if shaped_BW is raw_BW else shaped_BW.gather(1, token_B1)
-    if greedy_B1 is not None:
-        after_B1 = after_B1.masked_fill(greedy_B1, 0.0)
-    return token_B1.squeeze(1), after_B1.squeeze(1), before_B1.squeeze(1)
+    return torch.searchsorted(cdf_BW, target_B1, right=True).squeeze(1)
+
+
+def _check_finite(x: Tensor, whose: str) -> None:
+    if not x.isfinite().all():
+        raise UserError(f"the {whose}'s logits are not finite: its weights are damaged or training has diverged")
 
 
 def top(logits_W: Tensor, count: int) -> tuple[tuple[int, float], ...]:
@@ -122,7 +163,7 @@ def _edited(logits_BW: Tensor, raw_BW: Tensor, edits: dict[int, Edit]) -> Tensor
     return out_BW
 
 
-def _transform(raw_BW: Tensor, rows: SamplingRows) -> Tensor:
+def shape(raw_BW: Tensor, rows: SamplingRows) -> Tensor:
     """Log-probs after temperature, then top-k, then top-p, then min-p, renormalised.
 
     A step touches only the rows that ask for it: what a row gets, to the last bit, is no business of its batch-mates.

@@ -7,6 +7,9 @@ matrix per sequence, in a slot:
     mla   latent    [P, 16, R]       compressed keys and values
     kda   matrix    [N, H, K, V]     the delta-rule state;   tail [N, kernel-1, 3*H*K]  the convolutions' last inputs
 
+What somebody else keeps of the same positions (a draft) lies behind the last layer, by page: it grows, is shared and is
+copied with the model's own.
+
 A page is the same number in every layer, and so is a slot. A `SequenceState` of B sequences is addresses only: which
 pages, in order, which slot, how many positions. Forward passes update it in place. What lies behind `lengths_B` is
 garbage that masks never let through; a slot that starts a sequence must be zero.
@@ -14,6 +17,7 @@ garbage that masks never let through; a slot that starts a sequence must be zero
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -22,21 +26,29 @@ from torch import Tensor
 from nonet.model.config import ModelConfig
 
 PAGE = 16  # positions; also the block the prefix cache hashes and the chunk KDA computes in
-_BY_PAGE = ("k", "v", "latent")
+_BY_SLOT = ("matrix", "tail")  # everything else is by page
 
 
 class Memory:
     """Pools of `pages` pages and `slots` slots; who uses which is the owner's business."""
 
     def __init__(
-        self, config: ModelConfig, pages: int, slots: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+        self,
+        config: ModelConfig,
+        pages: int,
+        slots: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        attached: Mapping[str, tuple[int, ...]] | None = None,
     ):
+        """attached: name -> shape after [P, ...] of what is kept by page beside the model's own, in layers[-1]."""
         self.pages, self.slots = pages, slots
         self.layers: list[dict[str, Tensor]] = []
-        for mixer in config.layer_mixers:
-            self.layers.append(
-                {name: torch.zeros(shape, dtype=dtype, device=device) for name, shape in self._shapes(config, mixer)}
-            )
+        shapes = [self._shapes(config, mixer) for mixer in config.layer_mixers]
+        if attached:
+            shapes.append([(name, (pages, *shape)) for name, shape in attached.items()])
+        for pools in shapes:
+            self.layers.append({name: torch.zeros(shape, dtype=dtype, device=device) for name, shape in pools})
 
     def _shapes(self, c: ModelConfig, mixer: str) -> list[tuple[str, tuple[int, ...]]]:
         if mixer == "gqa":
@@ -56,7 +68,7 @@ class Memory:
         """More room; pages and slots keep their numbers and what is in them, new ones are zero."""
         for layer in self.layers:
             for name, old in layer.items():
-                count = pages if name in _BY_PAGE else slots
+                count = slots if name in _BY_SLOT else pages
                 if count > len(old):
                     layer[name] = old.new_zeros(count, *old.shape[1:])
                     layer[name][: len(old)] = old
@@ -64,19 +76,19 @@ class Memory:
 
     def copy_page(self, source: int, target: int) -> None:
         for layer in self.layers:
-            for name in layer.keys() & _BY_PAGE:
+            for name in layer.keys() - _BY_SLOT:
                 layer[name][target] = layer[name][source]
 
     def copy_slot(self, source: int, target: int, memory: Memory | None = None) -> None:
         """source: a slot of `memory`, which may keep another dtype; None: of this one."""
-        for mine, theirs in zip(self.layers, (memory or self).layers, strict=True):
-            for name in mine.keys() - _BY_PAGE:
+        for mine, theirs in zip(self.layers, (memory or self).layers, strict=False):  # one may have something attached
+            for name in mine.keys() & _BY_SLOT:
                 mine[name][target] = theirs[name][source]
 
     def clear_slot(self, slot: int) -> None:
         """As before the first position."""
         for layer in self.layers:
-            for name in layer.keys() - _BY_PAGE:
+            for name in layer.keys() & _BY_SLOT:
                 layer[name][slot] = 0
 
 

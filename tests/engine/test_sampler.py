@@ -85,7 +85,7 @@ def test_logprobs_are_those_of_the_drawn_token_after_and_before_the_transform(te
 @given(temperature=st.floats(0.2, 3), top_k=st.integers(0, W + 3), top_p=st.floats(0.02, 1), seed=st.integers(0, 10**6))
 def test_the_transform_keeps_exactly_the_tokens_of_the_slow_definition(temperature, top_k, top_p, seed):
     row = logits(seed=seed)
-    shaped = sampler._transform(row.log_softmax(-1), rows(1, temperature, top_k, top_p))[0]
+    shaped = sampler.shape(row.log_softmax(-1), rows(1, temperature, top_k, top_p))[0]
     expected = torch.tensor(slow_distribution(row[0], temperature, top_k, top_p))
     torch.testing.assert_close(shaped.exp(), expected, rtol=1e-3, atol=1e-6)
 
@@ -170,7 +170,7 @@ def test_min_p_keeps_tokens_by_their_share_of_the_likeliest():
     some = logits(seed=5).expand(3, W) / 2
     many = rows(3)
     many.min_p = np.array([0.0, 0.2, 0.9])
-    shaped = sampler._transform(some.log_softmax(-1), many).exp()
+    shaped = sampler.shape(some.log_softmax(-1), many).exp()
     for b, share in enumerate(many.min_p):
         p = some[b].softmax(-1)
         kept = p >= share * p.max()
