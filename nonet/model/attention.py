@@ -22,6 +22,8 @@ _MANY = 32  # queries per row from which materialising MLA's keys and values cos
 
 def attend(q_BHTK: Tensor, k_BHLK: Tensor, v_BHLV: Tensor, span: Span, scale: float) -> Tensor:
     """softmax(q k^T * scale) v with grouped keys; causal if the span is fresh, masked otherwise."""
+    if span.unrolled is not None and span.unrolled.add(k_BHLK, v_BHLV) > 1:
+        return span.unrolled.attend(q_BHTK, scale)
     if span.documents is not None:
         parts = [
             attend(q_BHTK[:, :, a:b], k_BHLK[:, :, a:b], v_BHLV[:, :, a:b], Span.fresh(), scale)

@@ -31,9 +31,9 @@ _WHOLE = "q_a|g|o|f_a|f_b|b|g_a|g_b|gate|up|down|eh|routed_expert_down|routed_ex
 RULES: tuple[tuple[str, Rule], ...] = (
     (r"(^|\.)self_attn\.(q|k|v|q_b|kv_b)_proj\.weight$", "heads"),
     (r"(^|\.)experts\.w[123]$", "experts"),
-    (rf"(^|\.)(({_WHOLE})_proj|kv_a_proj_with_mqa)\.weight$", "whole"),
+    (rf"(^|\.)(({_WHOLE})_proj|kv_a_proj_with_mqa|fc)\.weight$", "whole"),
     (r"(^|\.)(embed_tokens|lm_head|[qkv]_conv1d|mlp\.gate)\.weight$", "decayed"),
-    (r"(_res\.proj|norm)\.weight$", "plain"),
+    (r"(_res\.proj|norm|fc_norm\.\d+)\.weight$", "plain"),
     (r"(^|\.)(A_log|dt_bias|bias)$", "plain"),
 )
 

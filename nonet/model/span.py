@@ -11,6 +11,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from nonet.ops.unrolled import unrolled_attention
+
 
 class Documents:
     """Sequences laid end to end in one row [1, N, ...], which must not see each other."""
@@ -34,6 +36,28 @@ class Documents:
         return Documents([a for a in self.starts if a < last], last)
 
 
+class Unrolled:
+    """Keys and values of the steps of a draft layer that is applied to its own outputs (ops/unrolled.py). The first
+    step is an ordinary causal one; row t of a later one also sees row t, and no other, of the later ones before it.
+    """
+
+    def __init__(self, documents: Documents | None):
+        self._documents = documents
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+
+    def add(self, k_BHTK: Tensor, v_BHTV: Tensor) -> int:
+        """Keep another step's; returns how many there are."""
+        self._keys.append(k_BHTK)
+        self._values.append(v_BHTV)
+        return len(self._keys)
+
+    def attend(self, q_BHTK: Tensor, scale: float) -> Tensor:
+        """The last step's queries, [B, H, T, V]."""
+        ranges = None if self._documents is None else self._documents.ranges
+        return unrolled_attention(q_BHTK, self._keys, self._values, scale, ranges)
+
+
 @dataclass
 class Span:
     """Where T new positions of B rows sit.
@@ -47,6 +71,7 @@ class Span:
     mask_B1TL      True where a query may look, over the positions of table_BP (None: fresh and causal)
     documents      of a packed row (None: every row is one sequence)
     rotation       cos and signed sin of the positions (None: a model without rotary positions)
+    unrolled       what earlier steps of an unrolled draft layer wrote (None: this is no such step)
     """
 
     positions_BT: Tensor | None
@@ -60,6 +85,7 @@ class Span:
     mask_B1TL: Tensor | None = None
     documents: Documents | None = None
     rotation: tuple[Tensor, Tensor] | None = None
+    unrolled: Unrolled | None = None
 
     @staticmethod
     def fresh() -> Span:
