@@ -48,8 +48,9 @@ class KDA(nn.Module):
         tail_BPX = None if state is None else state["tail"][span.slots]
         where = {"starts": starts, "counts": span.counts_B}
         convolutions = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
+        projected = (self.q_proj(x_BTD), self.k_proj(x_BTD), self.v_proj(x_BTD))
         q, k, v, g, beta, tail = kda_prologue(
-            (self.q_proj(x_BTD), self.k_proj(x_BTD), self.v_proj(x_BTD)),
+            projected,
             (convolutions[0].weight[:, 0], convolutions[1].weight[:, 0], convolutions[2].weight[:, 0]),
             tail_BPX,
             None if self.decay == "none" else self.f_b_proj(self.f_a_proj(x_BTD)),
@@ -61,6 +62,11 @@ class KDA(nn.Module):
         )
         if state is None:
             o = kda(q, k, v, g, beta, None, self.floor, **where)[0]
+        elif span.after_BT is not None:
+            assert tail_BPX is not None
+            inputs_BTX = torch.cat([tail_BPX, torch.cat(projected, -1)], 1)
+            state["tail"][span.after_BT] = inputs_BTX.unfold(1, self.kernel - 1, 1)[:, 1:].transpose(2, 3)
+            o = self._walk(q, k, v, g, beta, state["matrix"], span)
         else:
             state["tail"][span.slots] = tail
             o = self._extend(q, k, v, g, beta, state["matrix"], span)
@@ -82,3 +88,12 @@ class KDA(nn.Module):
             return o
         o, pool[span.slots] = kda(q, k, v, g, beta, matrix, self.floor, counts=span.counts_B)
         return o
+
+    def _walk(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, pool: Tensor, span: Span) -> Tensor:
+        """Token by token, keeping the matrices after each, [B] of them in pool[span.after_BT[:, t]]."""
+        assert span.after_BT is not None
+        matrix, out = pool[span.slots].clone(), []
+        for t in range(q.shape[1]):
+            out.append(kda_step_(q[:, t], k[:, t], v[:, t], g[:, t], beta[:, t], matrix))
+            pool[span.after_BT[:, t]] = matrix
+        return torch.stack(out, 1)

@@ -173,7 +173,7 @@ class Model(nn.Module):
         span = Span(positions_BT, valid, counts_B, rotation=self.rotation(positions_BT))
         span.real_N = None if valid is None else valid.flatten().nonzero()[:, 0]
         span.places_N = state.places(positions_BT, span.real_N)
-        span.slots, span.row_pages = state.slots, state.table_BP.shape[1]
+        span.slots, span.row_pages, span.after_BT = state.slots, state.table_BP.shape[1], state.after_BT
         if int(state.lengths_B.max()):
             span.table_BP = state.table_BP[:, : -(-end // PAGE)]
             read_L = torch.arange(span.table_BP.shape[1] * PAGE, device=device)

@@ -68,6 +68,7 @@ class Span:
     places_N       page, and position in it, where the entry of each real token goes (None: nothing is kept)
     table_BP       pages to read, in order (None: fresh, nothing to read)
     slots          KDA slots of the rows: a slice where rows lie end to end, each in row_pages pages
+    after_BT       KDA slots that get the state after each token (None: `slots` get the last)
     mask_B1TL      True where a query may look, over the positions of table_BP (None: fresh and causal)
     documents      of a packed row (None: every row is one sequence)
     rotation       cos and signed sin of the positions (None: a model without rotary positions)

@@ -97,6 +97,8 @@ class SequenceState:
     """table_BP   pages of each row in order; unused entries name any page that exists
     slot_B     the KDA slot of each row
     lengths_B  how many positions each row has filled
+    after_BT   the slot that gets a row's KDA state after each token of the next call, so that any of them can be gone
+               back to; slot_B is then only read, unless named here. None: slot_B gets the last
     dense      the memory is exactly its rows, row n in slot n and the n-th run of pages: read without gathering
     """
 
@@ -105,6 +107,7 @@ class SequenceState:
     slot_B: Tensor
     lengths_B: Tensor
     dense: bool = False
+    after_BT: Tensor | None = None
 
     @staticmethod
     def new(

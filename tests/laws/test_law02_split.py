@@ -176,6 +176,24 @@ def test_a_memory_grows_without_forgetting_and_copies_are_independent(name):
 
 
 @every_model
+@pytest.mark.parametrize("written", [1, 2, 3, 4])
+def test_any_of_the_states_between_tokens_can_be_gone_back_to(name, written):
+    """Four tokens at once, of which only the first `written` turn out to be right."""
+    m, tokens = model(name), tiny.tokens(1, T, vocab=VOCAB)
+    state = grown(m, [5, 3])
+    state.dense = False
+    state.memory.grow(0, 8)
+    state.after_BT = torch.tensor([[2, 3, 4, 0], [5, 6, 7, 1]])  # the last in the sequence's own slot
+    right = torch.stack([tokens[0, n : n + 4] for n in (5, 3)])
+    with torch.no_grad():
+        hidden = m(torch.cat([right[:, :written], right[:, written:].flip(1) + 1], 1).clamp_max(VOCAB - 1), state)
+    for b, n in enumerate((5, 3)):
+        torch.testing.assert_close(hidden[b, :written], whole(name)[n : n + written], **EXACT)
+    back = SequenceState(state.memory, state.table_BP, state.after_BT[:, written - 1], state.lengths_B - 4 + written)
+    assert_continues(name, back, [5 + written, 3 + written])
+
+
+@every_model
 def test_rows_are_a_view(name):
     state = grown(model(name), [3, 9, 6])
     assert_continues(name, state.rows(1, 3), [9, 6])
