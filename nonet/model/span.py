@@ -87,6 +87,7 @@ class Span:
     documents: Documents | None = None
     rotation: tuple[Tensor, Tensor] | None = None
     unrolled: Unrolled | None = None
+    after_BT: Tensor | None = None
 
     @staticmethod
     def fresh() -> Span:
