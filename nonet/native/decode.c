@@ -1,9 +1,9 @@
-/* One decode step of a whole model for B rows, in float32: the native twin of Model.forward with one token per row.
+/* A few tokens of B sequences through a whole model, in float32: the native twin of Model.forward.
 
-   Rows never meet, so either each thread carries a block of rows through every layer without waiting for the others, or
-   all threads carry the same rows, each computing its own columns and heads, and meet after every product. The second
-   reads each weight once and keeps every core busy at batch 1; `together` asks for it. Results are the same to the last
-   bit. */
+   Sequences never meet, so either each thread carries a block of them through every layer without waiting for the
+   others, or all threads carry the same rows, each computing its own columns and heads, and meet after every product.
+   The second reads each weight once and keeps every core busy at batch 1; `together` asks for it. Results are the same
+   to the last bit, and the same as one token at a time. */
 
 #include <omp.h>
 
@@ -40,13 +40,17 @@ static void look(const Stream *t, I r, const float *query, const float *norm, fl
   }
 }
 
-/* h[rows][D] = norm of what a site reads; of the running sum itself where nothing is banked. */
-static void read(const Stream *t, const float *query, const float *query_norm, const float *norm, float *h, float *s) {
+/* h[rows][D] = norm of what a site reads; of the running sum itself where nothing is banked. feature: where row 0's
+   goes before the norm, the other rows' `apart` floats apart; or null. */
+static void read(const Stream *t, const float *query, const float *query_norm, const float *norm, float *h, float *s,
+                 float *feature, I apart) {
   for (I r = t->from; r < t->to; r++) {
     float *x = h + r * t->D;
     const int mixed = query && t->banked;
     if (mixed) look(t, r, query, query_norm, x, s);
-    rmsnorm(mixed ? x : t->current + r * t->D, norm, x, t->D, t->eps);
+    const float *v = mixed ? x : t->current + r * t->D;
+    if (feature) memcpy(feature + r * apart, v, t->D * sizeof(float));
+    rmsnorm(v, norm, x, t->D, t->eps);
   }
 }
 
@@ -67,18 +71,26 @@ static void add(Stream *t, const float *y) {
 
 static I sources(const Model *m) { return m->residual ? (m->layers + m->residual - 1) / m->residual : 0; }
 
+/* Where the feature after `layers` layers of the first of w's rows goes; null if nobody asks for it. */
+static float *tapped(const Work *w, I layers) {
+  const Rows *where = w->where;
+  for (I i = 0; i < where->taps; i++)
+    if (where->tap[i] == layers) return where->features + (w->first * where->taps + i) * w->m->D;
+  return 0;
+}
+
 /* Carry w->rows rows from x through every layer to their logits. */
 static void carry(Work w, const Layer *layers, float *x, float *logits) {
   const Model *m = w.m;
   const Team *t = &w.team;
-  const I D = m->D, R = w.rows, J = sources(m);
+  const I D = m->D, R = w.rows, J = sources(m), apart = w.where->taps * D;
   float *h = w.shared, *y = h + R * D, *banks = y + R * D, *inverse = banks + J * R * D;
   Stream s = {R, D, 0, 0, 0, 0, x, banks, inverse, m->eps};
   share(t, R, 1, &s.from, &s.to);
   w.shared = inverse + (J * R + LANES) / LANES * LANES;
   for (I i = 0; i < m->layers; i++) {
     const Layer *l = layers + i;
-    read(&s, l->mix1, l->mix1_norm, l->ln1, h, w.own);
+    read(&s, l->mix1, l->mix1_norm, l->ln1, h, w.own, tapped(&w, i), apart);
     if (m->residual && i % m->residual == 0) bank(&s);
     meet(t);
     if (l->kind == GQA) gqa(&w, l, h, y);
@@ -86,14 +98,14 @@ static void carry(Work w, const Layer *layers, float *x, float *logits) {
     if (l->kind == MLA) mla(&w, l, h, y);
     meet(t);
     add(&s, y);
-    read(&s, l->mix2, l->mix2_norm, l->ln2, h, w.own);
+    read(&s, l->mix2, l->mix2_norm, l->ln2, h, w.own, 0, 0);
     meet(t);
     if (l->ffn == ROUTED) routed(&w, l, h, y);
     else dense(&w, l, h, y);
     meet(t);
     add(&s, y);
   }
-  read(&s, m->mix, m->mix_norm, m->norm, h, w.own);
+  read(&s, m->mix, m->mix_norm, m->norm, h, w.own, tapped(&w, m->layers), apart);
   meet(t);
   linear(t, weight(m, m->head, 0, m->W, D), h, R, logits);
   meet(t);
@@ -132,32 +144,35 @@ static I room_floats(const Model *m, const Layer *layers, I rows) {
 
 static I whole_lines(I floats) { return (floats + LANES - 1) / LANES * LANES; }
 
-/* Floats of scratch that a step of B rows needs, the longest of `longest` positions. */
-I decode_scratch(const Model *m, const Layer *layers, I B, I longest, I threads, I together) {
-  const I limit = together ? MOST : ALONE, rows = B < limit ? B : limit;
+/* Floats of scratch for so many rows, the longest of `longest` positions. */
+I decode_scratch(const Model *m, const Layer *layers, I count, I longest, I threads, I together) {
+  const I limit = together ? MOST : ALONE, rows = count < limit ? count : limit;
   const I shared = whole_lines(shared_floats(m, layers, rows, longest)), own = whole_lines(own_floats(m, rows));
   const I room = whole_lines(room_floats(m, layers, rows));
   return (together ? 1 : threads) * shared + threads * (own + room);
 }
 
-/* x [B][D]: embeddings, overwritten. together: whether all threads carry the same rows. scratch: as many floats as
+/* x [B * T][D]: embeddings, overwritten. together: whether all threads carry the same rows. scratch: as many floats as
    decode_scratch says, at a multiple of 64 bytes. Returns how often a thread waited for one that had no core. */
 I decode_step(const Model *m, const Layer *layers, float *x, const Rows *where, float *logits, float *scratch,
               I longest, I threads, I together) {
-  const I B = where->B, limit = together ? MOST : ALONE, most = B < limit ? B : limit;
+  const I T = where->T, count = where->B * T, limit = together ? MOST : ALONE, most = count < limit ? count : limit;
   const I shared = whole_lines(shared_floats(m, layers, most, longest)), own = whole_lines(own_floats(m, most));
   const I room = whole_lines(room_floats(m, layers, most));
-  const I blocks = (B + limit - 1) / limit;
+  const I block = T < limit ? limit / T * T : T, blocks = (count + block - 1) / block; /* of whole sequences */
   Gate gate = {0, 0, 0};
 #pragma omp parallel num_threads(together || threads < blocks ? threads : blocks)
   {
-    const I rank = omp_get_thread_num(), step = together ? limit : limit * omp_get_num_threads();
+    const I rank = omp_get_thread_num(), step = together ? block : block * omp_get_num_threads();
     float *mine = scratch + (together ? 0 : rank * shared);
     float *alone = scratch + (together ? 1 : threads) * shared + rank * (own + room);
     const Team team = {together ? rank : 0, together ? omp_get_num_threads() : 1, &gate, (uint16_t *)(alone + own)};
-    for (I first = together ? 0 : rank * limit; first < B; first += step) {
-      const Work w = {team, m, where, first, B - first < limit ? B - first : limit, mine, alone};
-      carry(w, layers, x + first * m->D, logits + first * m->W);
+    for (I begin = together ? 0 : rank * block; begin < count; begin += step) {
+      const I end = count - begin < block ? count : begin + block;
+      for (I first = begin; first < end; first += limit) {
+        const Work w = {team, m, where, first, end - first < limit ? end - first : limit, mine, alone};
+        carry(w, layers, x + first * m->D, logits + first * m->W);
+      }
     }
   }
   return atomic_load(&gate.stalls);

@@ -1,5 +1,6 @@
 /* The two softmax mixers, one position per row: y[rows][D] from h[rows][D]. Layouts are those of model/state.py,
-   formulas those of model/attention.py. Between meetings each thread writes its own part alone. */
+   formulas those of model/attention.py. Between meetings each thread writes its own part alone; all rows enter the
+   cache before any reads it, so that the tokens of a sequence see those before them. */
 
 #ifndef NONET_DECODE_ATTENTION_H
 #define NONET_DECODE_ATTENTION_H
@@ -17,16 +18,16 @@ static void rotate(float *x, const float *cos, const float *sin, I K) {
 /* What key head g of a row reads; row r is number first + r of the batch. */
 static Sight gqa_sight(const Work *w, const Layer *l, I r, I g) {
   const Model *m = w->m;
-  const I head = PAGE * m->K, page = m->G * head, *table = table_of(w->where, w->first + r);
+  const I head = PAGE * m->K, page = m->G * head, *table = table_of(w, r);
   const Paged keys = {l->pool + g * head, table, page, m->K}, values = {l->pool2 + g * head, table, page, m->K};
-  return (Sight){keys, values, m->H / m->G, w->where->lengths[w->first + r] + 1, m->K, m->K, 1.0f / sqrtf(m->K)};
+  return (Sight){keys, values, m->H / m->G, seen(w, r), m->K, m->K, 1.0f / sqrtf(m->K)};
 }
 
 static Sight mla_sight(const Work *w, const Layer *l, I r, I unused) {
   (void)unused;
   const Model *m = w->m;
-  const I T = m->R + m->extra, L = w->where->lengths[w->first + r] + 1;
-  const Paged latents = {l->pool, table_of(w->where, w->first + r), PAGE * T, T};
+  const I T = m->R + m->extra, L = seen(w, r);
+  const Paged latents = {l->pool, table_of(w, r), PAGE * T, T};
   return (Sight){latents, latents, m->H, L, T, m->R, 1.0f / sqrtf(m->nope + m->extra)};
 }
 
@@ -35,7 +36,7 @@ static Sight mla_sight(const Work *w, const Layer *l, I r, I unused) {
 static void attend(const Work *w, const Layer *l, Sight (*sight)(const Work *, const Layer *, I, I), I groups,
                    const float *q, float *says, const I *starts) {
   I items = 0, from, to, item = 0;
-  for (I r = 0; r < w->rows; r++) items += groups * spans(w->where->lengths[w->first + r] + 1);
+  for (I r = 0; r < w->rows; r++) items += groups * spans(seen(w, r));
   share(&w->team, items, 1, &from, &to);
   for (I r = 0; r < w->rows; r++)
     for (I g = 0; g < groups; g++) {
@@ -56,7 +57,7 @@ static I say_starts(const Work *w, I heads, I vn, I *starts) {
   I at = 0;
   for (I r = 0; r < w->rows; r++) {
     starts[r] = at;
-    at += spans(w->where->lengths[w->first + r] + 1) * heads * record(vn);
+    at += spans(seen(w, r)) * heads * record(vn);
   }
   return at;
 }
@@ -64,19 +65,19 @@ static I say_starts(const Work *w, I heads, I vn, I *starts) {
 /* out[vn]: head j of row r, its spans brought together. */
 static void gather(const Work *w, const float *says, const I *starts, I r, I j, I vn, float *out) {
   const I one = w->m->H * record(vn);
-  combine(says + starts[r] + j * record(vn), spans(w->where->lengths[w->first + r] + 1), one, vn, out);
+  combine(says + starts[r] + j * record(vn), spans(seen(w, r)), one, vn, out);
 }
 
 /* One key head of one row: its queries and key normed and turned, key and value put into the cache. */
 static void gqa_enter(const Work *w, const Layer *l, I r, I g, float *q, float *k, const float *v) {
   const Model *m = w->m;
-  const I b = w->first + r, K = m->K, L = w->where->lengths[b], heads = m->H / m->G;
+  const I number = w->first + r, K = m->K, L = seen(w, r) - 1, heads = m->H / m->G;
   const Sight a = gqa_sight(w, l, r, g);
   for (I j = 0; j <= heads; j++) {
     float *x = j < heads ? q + j * K : k;
     const float *norm = j < heads ? l->q_norm : l->k_norm;
     if (norm) rmsnorm(x, norm, x, K, m->eps);
-    if (w->where->cos) rotate(x, w->where->cos + b * K, w->where->sin + b * K, K);
+    if (w->where->cos) rotate(x, w->where->cos + number * K, w->where->sin + number * K, K);
   }
   memcpy((float *)page_at(&a.keys, L) + L % PAGE * K, k, K * sizeof(float));
   memcpy((float *)page_at(&a.values, L) + L % PAGE * K, v, K * sizeof(float));

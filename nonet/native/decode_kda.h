@@ -1,4 +1,5 @@
-/* Kimi delta attention, one position per row: y[rows][D] from h[rows][D]; formulas those of model/kda.py. */
+/* Kimi delta attention, one position per row: y[rows][D] from h[rows][D]; formulas those of model/kda.py. A token reads
+   the memory that the one before it left in its slot, and leaves its own in another or the same. */
 
 #ifndef NONET_DECODE_KDA_H
 #define NONET_DECODE_KDA_H
@@ -11,22 +12,23 @@ static void turn(const float *taps, I K, I kernel, float *by_tap) {
     for (I j = 0; j < kernel; j++) by_tap[j * K + c] = taps[c * kernel + j];
 }
 
-/* Convolve K channels with their remembered inputs, apply SiLU, shift the memory. tail: [kernel-1][stride]. */
-static void convolve(float *x, const float *by_tap, float *tail, I stride, I K, I kernel) {
+/* Convolve K channels with their remembered inputs, apply SiLU, shift the memory. tail, next: [kernel-1][stride], of the
+   token before and of this one; they may be the same. */
+static void convolve(float *x, const float *by_tap, const float *tail, float *next, I stride, I K, I kernel) {
   for (I i = 0; i < K; i += LANES) {
     const V now = at(x, i, K);
     V y = now * at(by_tap + (kernel - 1) * K, i, K);
     for (I j = 0; j < kernel - 1; j++) {
       y += at(tail + j * stride, i, K) * at(by_tap + j * K, i, K);
-      put(tail + j * stride, i, K, j + 2 < kernel ? at(tail + (j + 1) * stride, i, K) : now);
+      put(next + j * stride, i, K, j + 2 < kernel ? at(tail + (j + 1) * stride, i, K) : now);
     }
     put(x, i, K, y * vsigmoid(y));
   }
 }
 
 /* NN vectors of columns of the delta rule. Reading S with q in the pass that reads it with k leaves one pass that
-   writes: d = beta (v - S^T (a o k)), o = S^T (a o q) + (q . k) d, S <- a o S + k d^T. */
-static INLINE void delta_band(const int NN, float *S, I K, I i, const float *a, const float *ka, const float *qa,
+   writes: d = beta (v - S^T (a o k)), o = S^T (a o q) + (q . k) d, next = a o S + k d^T, which may lie where S does. */
+static INLINE void delta_band(const int NN, const float *S, float *next, I K, I i, const float *a, const float *ka, const float *qa,
                               const float *k, float qk, const float *v, float beta, float *o) {
   V read[NN], out[NN];
 #pragma GCC unroll 4
@@ -46,21 +48,22 @@ static INLINE void delta_band(const int NN, float *S, I K, I i, const float *a, 
   for (I j = 0; j < K; j++)
 #pragma GCC unroll 4
     for (int n = 0; n < NN; n++) {
-      float *s = S + j * K;
-      if (NN > 1) store(s + i + n * LANES, a[j] * load(s + i + n * LANES) + k[j] * read[n]);
-      else put(s, i, K, a[j] * at(s, i, K) + k[j] * read[n]);
+      const float *s = S + j * K;
+      if (NN > 1) store(next + j * K + i + n * LANES, a[j] * load(s + i + n * LANES) + k[j] * read[n]);
+      else put(next + j * K, i, K, a[j] * at(s, i, K) + k[j] * read[n]);
     }
 }
 
-static void delta(const float *q, const float *k, const float *v, const float *g, float beta, float *S, float *o, I K) {
+static void delta(const float *q, const float *k, const float *v, const float *g, float beta, const float *S,
+                  float *next, float *o, I K) {
   float a[K], ka[K], qa[K];
   MAP(K, g, a, vexp(e));
   MAP(K, k, ka, e * at(a, i_, n_));
   MAP(K, q, qa, e * at(a, i_, n_));
   const float qk = dot(q, k, K);
   I i = 0;
-  for (; i + 4 * LANES <= K; i += 4 * LANES) delta_band(4, S, K, i, a, ka, qa, k, qk, v, beta, o);
-  for (; i < K; i += LANES) delta_band(1, S, K, i, a, ka, qa, k, qk, v, beta, o);
+  for (; i + 4 * LANES <= K; i += 4 * LANES) delta_band(4, S, next, K, i, a, ka, qa, k, qk, v, beta, o);
+  for (; i < K; i += LANES) delta_band(1, S, next, K, i, a, ka, qa, k, qk, v, beta, o);
 }
 
 static void l2_normalise(float *x, I K, float scale) {
@@ -72,11 +75,7 @@ static void l2_normalise(float *x, I K, float scale) {
 static void decay(const Model *m, const Layer *l, I j, float *g) {
   const I K = m->KK;
   const float rate = expf(l->decay[j]), *dt = l->dt + j * K;
-  if (m->softplus) /* log(1 + e^x), as torch has it: x itself from 20 on */
-    for (I i = 0; i < K; i++) {
-      float x = g[i] + dt[i];
-      g[i] = -rate * (x > 20.0f ? x : log1pf(expf(x)));
-    }
+  if (m->softplus) MAP(K, g, g, -rate * vsoftplus(e + at(dt, i_, n_)))
   else MAP(K, g, g, m->lower * vsigmoid((e + at(dt, i_, n_)) * rate));
 }
 
@@ -88,16 +87,19 @@ typedef struct {
 /* Head j of row r; its gated output replaces the gate. taps: of q, k and v, by tap. */
 static void kda_head(const Work *w, const Layer *l, const Delta *p, I r, I j, const float *taps) {
   const Model *m = w->m;
-  const I K = m->KK, C = m->H * K, past = m->kernel - 1, slot = w->where->slots[w->first + r], i = r * C + j * K;
-  float *tail = l->pool2 + slot * past * 3 * C + j * K, o[K], *gate = p->gate + i;
-  convolve(p->q + i, taps, tail, 3 * C, K, m->kernel);
-  convolve(p->k + i, taps + m->kernel * K, tail + C, 3 * C, K, m->kernel);
-  convolve(p->v + i, taps + 2 * m->kernel * K, tail + 2 * C, 3 * C, K, m->kernel);
+  const I K = m->KK, C = m->H * K, past = m->kernel - 1, i = r * C + j * K;
+  const I number = w->first + r, *after = w->where->after + number;
+  const I before = number % w->where->T ? after[-1] : w->where->slots[number / w->where->T];
+  const float *tail = l->pool2 + before * past * 3 * C + j * K, *S = l->pool + (before * m->H + j) * K * K;
+  float *next = l->pool2 + *after * past * 3 * C + j * K, o[K], *gate = p->gate + i;
+  convolve(p->q + i, taps, tail, next, 3 * C, K, m->kernel);
+  convolve(p->k + i, taps + m->kernel * K, tail + C, next + C, 3 * C, K, m->kernel);
+  convolve(p->v + i, taps + 2 * m->kernel * K, tail + 2 * C, next + 2 * C, 3 * C, K, m->kernel);
   decay(m, l, j, p->g + i);
   l2_normalise(p->q + i, K, 1.0f / sqrtf(K));
   l2_normalise(p->k + i, K, 1.0f);
-  const float x = p->beta[r * m->H + j];
-  delta(p->q + i, p->k + i, p->v + i, p->g + i, 1.0f / (1.0f + expf(-x)), l->pool + (slot * m->H + j) * K * K, o, K);
+  const float beta = 1.0f / (1.0f + expf(-p->beta[r * m->H + j]));
+  delta(p->q + i, p->k + i, p->v + i, p->g + i, beta, S, l->pool + (*after * m->H + j) * K * K, o, K);
   rmsnorm(o, l->o_norm, o, K, m->eps);
   MAP(K, gate, gate, vsigmoid(e) * at(o, i_, n_));
 }
@@ -120,7 +122,7 @@ static void kda(const Work *w, const Layer *l, const float *h, float *y) {
   if (m->gate_rank) linear(t, weight(m, l->g, 0, C, m->gate_rank), low2, rows, p.gate);
   meet(t);
   I from, to;
-  share(t, H * rows, 1, &from, &to);
+  share(t, H * rows, rows < w->where->T ? rows : w->where->T, &from, &to); /* a sequence's tokens stay together */
   for (I i = from, turned = -1; i < to; i++) { /* head by head, so that its taps are turned once for all rows */
     const I j = i / rows, at = j * K * m->kernel;
     if (j != turned) {

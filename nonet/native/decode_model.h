@@ -37,16 +37,18 @@ typedef struct {
   const void *head;
 } Model;
 
-/* Where B rows stand: filled positions, pages (B tables of `width`), KDA slots; cos, signed sin [B][K] or null. */
+/* Where B sequences stand that get T tokens each: filled positions, pages (B tables of `width`), KDA slots before the
+   first token [B] and after each [B][T]. A row is a token: number b * T + j, behind the others of its sequence.
+   cos, signed sin: [B * T][K] or null. features: [B * T][taps][D], what was there after tap[..] layers. */
 typedef struct {
-  I B, width;
-  const I *lengths, *tables, *slots;
+  I B, T, width, taps;
+  const I *lengths, *tables, *slots, *after, *tap;
   const float *cos, *sin;
+  float *features;
 } Rows;
 
-static inline const I *table_of(const Rows *r, I b) { return r->tables + b * r->width; }
-
-/* A team's task: `rows` rows from number `first` on. shared: scratch of all; own: this thread's alone. */
+/* A team's task: `rows` rows from number `first` on: whole sequences, or a part of one whose earlier tokens have been
+   carried before. shared: scratch of all; own: this thread's alone. */
 typedef struct {
   Team team;
   const Model *m;
@@ -54,6 +56,16 @@ typedef struct {
   I first, rows;
   float *shared, *own;
 } Work;
+
+static inline const I *table_of(const Work *w, I r) {
+  return w->where->tables + (w->first + r) / w->where->T * w->where->width;
+}
+
+/* How many positions row r sees, its own the last of them. */
+static inline I seen(const Work *w, I r) {
+  const I number = w->first + r, T = w->where->T;
+  return w->where->lengths[number / T] + number % T + 1;
+}
 
 static inline Matrix weight(const Model *m, const void *at, const float *bias, I N, I K) {
   return (Matrix){at, bias, m->format, N, K};
