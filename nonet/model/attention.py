@@ -80,6 +80,26 @@ def rope_table(rope: Rope, head_dim: int, length: int, like: Tensor) -> tuple[Te
     return torch.cat([cos, cos], -1).to(like), torch.cat([-sin, sin], -1).to(like)
 
 
+class Rotation:
+    """cos and signed sin of positions: rows of a table that grows with the longest seen, two gathers where a sine would
+    cost ten times that.
+    """
+
+    def __init__(self, config: ModelConfig):
+        self._turned = config.rotary
+        self._table: tuple[Tensor, Tensor] | None = None
+
+    def __call__(self, positions_BT: Tensor, like: Tensor) -> tuple[Tensor, Tensor] | None:
+        """[B, T, 1, K] each, in the dtype and on the device of `like`; None in a model without rotary positions."""
+        if self._turned is None:
+            return None
+        length, table = int(positions_BT.max()) + 1, self._table
+        alike = table is not None and (table[0].device, table[0].dtype) == (like.device, like.dtype)
+        if table is None or not alike or len(table[0]) < length:
+            self._table = table = rope_table(*self._turned, max(256, 2 * length), like)
+        return table[0][positions_BT].unsqueeze(2), table[1][positions_BT].unsqueeze(2)
+
+
 class GQA(nn.Module):
     """Grouped-query attention with rotary positions (Llama), optional biases (Qwen2) and q/k norms (Qwen3)."""
 

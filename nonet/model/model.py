@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from nonet.model.attention import GQA, MLA, rope_table
+from nonet.model.attention import GQA, MLA, Rotation
 from nonet.model.attn_res import Site, Stream
 from nonet.model.config import Mixer, ModelConfig
 from nonet.model.cost import Cost
@@ -96,7 +96,7 @@ class Model(nn.Module):
         if config.tie_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
         self.mtp = MTP(config) if config.mtp_layers else None
-        self._rope: tuple[Tensor, Tensor] | None = None  # see rotation
+        self._rotation = Rotation(config)
 
     def forward(
         self,
@@ -181,18 +181,8 @@ class Model(nn.Module):
         return span
 
     def rotation(self, positions_BT: Tensor) -> tuple[Tensor, Tensor] | None:
-        """cos and signed sin (first half negative) [B, T, 1, K] of each position; None in a model without RoPE.
-
-        Rows of a table that grows with the longest position seen: two gathers where a sine would cost ten times that.
-        """
-        turned, weight = self.config.rotary, self.embed_tokens.weight
-        if turned is None:
-            return None
-        length, table = int(positions_BT.max()) + 1, self._rope
-        alike = table is not None and (table[0].device, table[0].dtype) == (weight.device, weight.dtype)
-        if table is None or not alike or len(table[0]) < length:
-            self._rope = table = rope_table(*turned, max(256, 2 * length), weight)
-        return table[0][positions_BT].unsqueeze(2), table[1][positions_BT].unsqueeze(2)
+        """cos and signed sin (first half negative) [B, T, 1, K] of each position; None in a model without RoPE."""
+        return self._rotation(positions_BT, self.embed_tokens.weight)
 
     # --------------------------------------------------------------- experts
 
