@@ -57,7 +57,7 @@ WITH_PAIRS static INLINE void pair_panel(const int RR, const Split *x, I r, cons
 #pragma GCC unroll 16
       for (int n = 0; n < NN; n++) {
         const __m512bh weights = (__m512bh)_mm512_loadu_si512(v + n * stride + 2 * k);
-        if (ahead) __builtin_prefetch(v + ahead + (k / 32 * NN + n) * 64, 0, 3);
+        if (ahead) __builtin_prefetch(v + ahead + (k / 32 * NN + n) * 64, 0, 2);
 #pragma GCC unroll 16
         for (int i = 0; i < RR; i++) {
           const I at = i * x->width + k;

@@ -166,8 +166,8 @@ static INLINE void tile(const I format, const int RR, const int NN, const float 
       V values = format == MXFP4 ? grid(exponents[n * G + k / GROUP]) : splat(0);
       V low = weights(format, p, 0, values), high = weights(format, p, 1, values);
       const char *soon = w + ahead + (k / GROUP * NN + n) * bytes_a_group; /* in order of memory, line by line */
-      if (ahead && n * bytes_a_group % 64 == 0) __builtin_prefetch(soon, 0, 3);
-      if (ahead && format == FLOAT32) __builtin_prefetch(soon + 64, 0, 3);
+      if (ahead && n * bytes_a_group % 64 == 0) __builtin_prefetch(soon, 0, 2);
+      if (ahead && format == FLOAT32) __builtin_prefetch(soon + 64, 0, 2);
 #pragma GCC unroll 16
       for (int r = 0; r < RR; r++) {
         acc[r * NN + n] += load(x + r * xs + k) * low;
