@@ -6,7 +6,8 @@ machine only.
 
     k3_b1_vs_hf, k3_b64_vs_hf   Kimi-Linear, the nearest that transformers has, on both sides: same float32 weights
     k3_b1_vs_llamacpp           K3 itself, float32 in both
-    smollm2_b*_vs_vllm          bfloat16 weights in both; activations bfloat16 there, float32 here
+    smollm2_b*_vs_vllm          weights and what they multiply in bfloat16 on both sides; caches float32 here. With
+                                float32 activations here: smollm2_b*_a32_vs_vllm
     smollm2_b1_vs_llamacpp      the packaged GGUF (Q4_1, Q8_0 embedding) there, its weights as int8 here; the same with
                                 MXFP4 here is smollm2_b1_mxfp4_vs_llamacpp
     mla_8k_vs_hf, mla_64k_vs_hf one MLA layer; transformers expands all latents at every step
@@ -59,7 +60,8 @@ PAIRS_OF_WORK = {
     "hf": Pair("hf", (K3_B1, K3_B64), "kimi", "kimi"),
     "mla": Pair("hf", (MLA_8K, MLA_64K), "mla", "mla"),
     "llamacpp": Pair("llamacpp", (K3_B1,), "k3", "k3.gguf", same=2e-3),
-    "vllm": Pair("vllm", (SMOLLM2_B1, SMOLLM2_B16), "smollm2", "smollm2", "bf16", same=0.25),
+    "vllm": Pair("vllm", (SMOLLM2_B1, SMOLLM2_B16), "smollm2", "smollm2", "w16a16", same=0.25),
+    "vllm_a32": Pair("vllm", (SMOLLM2_B1, SMOLLM2_B16), "smollm2", "smollm2", "bf16", "_a32", same=0.25),
     "llamacpp_smollm2": Pair("llamacpp", (SMOLLM2_B1,), "smollm2", "smollm2.gguf", "int8", same=0.6),
     "llamacpp_smollm2_mxfp4": Pair("llamacpp", (SMOLLM2_B1,), "smollm2", "smollm2.gguf", "mxfp4", "_mxfp4", same=0.6),
 }

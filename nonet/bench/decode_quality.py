@@ -18,7 +18,7 @@ from nonet.model.native_weights import Weights, rounded
 
 TEXT = Path(__file__).parents[2] / "README.md"
 WINDOW, WINDOWS = 512, 4
-FORMATS: tuple[Weights, ...] = ("bf16", "int8", "mxfp4")
+FORMATS: tuple[Weights, ...] = ("bf16", "w16a16", "int8", "mxfp4")
 
 
 @torch.inference_mode()
@@ -53,4 +53,6 @@ def with_weights(model: Model, weights: Weights) -> Model:
     for module in out.modules():
         if isinstance(module, nn.Linear):
             module.weight = nn.Parameter(rounded(module.weight.detach(), weights), requires_grad=False)
+            if weights == "w16a16":
+                module.register_forward_pre_hook(lambda _, inputs: (inputs[0].bfloat16().float(),))
     return out

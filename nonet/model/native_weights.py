@@ -2,6 +2,8 @@
 
     float32  in place
     bf16     the nearest bfloat16
+    w16a16   the same, and what they multiply is rounded to bfloat16 too, as on a GPU: half the work of many rows, where
+             the processor has AVX512-BF16; elsewhere it is bf16
     int8     bytes in -127..127 times a float a row, max |row| / 127
     mxfp4    E2M1 codes in blocks of 32 times a power of two (quant/mx.py)
 
@@ -21,9 +23,9 @@ from nonet.quant import mx
 from nonet.quant.formats import Rule
 from nonet.types import UserError
 
-Weights = Literal["float32", "bf16", "int8", "mxfp4"]
-NUMBERS: dict[Weights, int] = {"float32": 0, "bf16": 1, "int8": 2, "mxfp4": 3}  # as in products.h
-BITS: dict[Weights, float] = {"float32": 32, "bf16": 16, "int8": 8, "mxfp4": 4.25}
+Weights = Literal["float32", "bf16", "w16a16", "int8", "mxfp4"]
+NUMBERS: dict[Weights, int] = {"float32": 0, "bf16": 1, "w16a16": 4, "int8": 2, "mxfp4": 3}  # as in products.h
+BITS: dict[Weights, float] = {"float32": 32, "bf16": 16, "w16a16": 16, "int8": 8, "mxfp4": 4.25}
 _BLOCK = 32
 
 
@@ -54,7 +56,7 @@ class Copies:
 def pack(weight: Tensor, weights: Weights, rule: Rule = "even") -> Tensor:
     """[..., N, K] float32 -> uint8 [..., bytes of a matrix]."""
     padded = _padded(weight)
-    if weights == "bf16":
+    if weights in ("bf16", "w16a16"):
         return _bytes(padded.bfloat16())
     if weights == "int8":
         scale = _row_scale(padded)
@@ -69,7 +71,7 @@ def rounded(weight: Tensor, weights: Weights, rule: Rule = "even") -> Tensor:
     """[..., K] float32: the numbers that stand in a copy."""
     if weights == "float32":
         return weight
-    if weights == "bf16":
+    if weights in ("bf16", "w16a16"):
         return weight.bfloat16().float()
     if weights == "int8":
         scale = _row_scale(weight)

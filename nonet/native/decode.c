@@ -139,7 +139,7 @@ static I room_floats(const Model *m, const Layer *layers, I rows) {
   I widest = larger(larger(m->D, m->H * larger(m->K, larger(m->KK, m->VD))), larger(m->L, m->EF));
   widest = larger(widest, larger(larger(m->rank, m->gate_rank), m->q_rank));
   for (I i = 0; i < m->layers; i++) widest = larger(widest, layers[i].F);
-  return m->format == BF16 || m->expert_format == BF16 ? rows * (widest + GROUP) : 0;
+  return halved(m->format) || halved(m->expert_format) ? rows * (widest + GROUP) : 0;
 }
 
 static I whole_lines(I floats) { return (floats + LANES - 1) / LANES * LANES; }

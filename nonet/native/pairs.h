@@ -1,8 +1,8 @@
 /* BF16 weights by the processor's own instruction for pairs of them (AVX512-BF16), where it has one.
 
    A float is taken as the sum of two bfloat16, high + low, which keeps 16 bits of it: two products then stand for one,
-   and still take less time than making floats of the weights. Sums are in one order in every tile, as in products.h,
-   but in another order than there. */
+   and still take less time than making floats of the weights. Where `parts` is 1 it is rounded to one. Sums are in one
+   order in every tile, as in products.h, but in another order than there. */
 
 #ifndef NONET_PAIRS_H
 #define NONET_PAIRS_H
@@ -11,7 +11,7 @@
 
 #define INLINE inline __attribute__((always_inline))
 
-/* x[rows][K] split: rows of `width` numbers, the high parts of all rows, then the low parts. */
+/* x[rows][K] split: rows of `width` numbers, the high parts of all rows, then the low parts, if there are two. */
 typedef struct {
   const uint16_t *high, *low;
   I width;
@@ -28,7 +28,7 @@ static INLINE __m512 upper(__m256bh h) {
 }
 
 /* room: for 2 * rows * width numbers; width is K filled up to 32 with zeros. */
-WITH_PAIRS static Split split(const float *x, I rows, I K, uint16_t *room) {
+WITH_PAIRS static Split split(const int parts, const float *x, I rows, I K, uint16_t *room) {
   const I width = (K + 31) / 32 * 32;
   uint16_t *high = room, *low = room + rows * width;
   for (I r = 0; r < rows; r++)
@@ -36,14 +36,14 @@ WITH_PAIRS static Split split(const float *x, I rows, I K, uint16_t *room) {
       const __m512 v = (__m512)at(x + r * K, k, K);
       const __m256bh h = _mm512_cvtneps_pbh(v), rest = _mm512_cvtneps_pbh(v - upper(h));
       memcpy(high + r * width + k, &h, sizeof h);
-      memcpy(low + r * width + k, &rest, sizeof rest);
+      if (parts == 2) memcpy(low + r * width + k, &rest, sizeof rest);
     }
   return (Split){high, low, width};
 }
 
 /* y[r][n] for RR rows from r on and 16 columns, whose weights are at w. */
-WITH_PAIRS static INLINE void pair_panel(const int RR, const Split *x, I r, const char *w, I stride, float *y, I ys,
-                                         I ahead) {
+WITH_PAIRS static INLINE void pair_panel(const int parts, const int RR, const Split *x, I r, const char *w,
+                                         I stride, float *y, I ys, I ahead) {
   const int NN = 16 / RR;
   const uint16_t *high = x->high + r * x->width, *low = x->low + r * x->width;
   for (int first = 0; first < 16; first += NN) {
@@ -62,6 +62,7 @@ WITH_PAIRS static INLINE void pair_panel(const int RR, const Split *x, I r, cons
         for (int i = 0; i < RR; i++) {
           const I at = i * x->width + k;
           acc[i * NN + n] = _mm512_dpbf16_ps(acc[i * NN + n], weights, (__m512bh)_mm512_loadu_si512(high + at));
+          if (parts == 1) continue;
           acc[i * NN + n] = _mm512_dpbf16_ps(acc[i * NN + n], weights, (__m512bh)_mm512_loadu_si512(low + at));
         }
       }
@@ -72,7 +73,8 @@ WITH_PAIRS static INLINE void pair_panel(const int RR, const Split *x, I r, cons
 }
 
 /* y[r][n] = x[r] . w[n] for n in from..to */
-WITH_PAIRS static void pair_product(Split x, I rows, const char *w, I stride, float *y, I ys, I from, I to) {
+WITH_PAIRS static INLINE void pair_columns(const int parts, Split x, I rows, const char *w, I stride, float *y, I ys,
+                                           I from, I to) {
   const I ahead = 16 * stride;
   for (I n = from; n < to; n += 16) {
     if (n + 16 > to) {
@@ -82,6 +84,7 @@ WITH_PAIRS static void pair_product(Split x, I rows, const char *w, I stride, fl
           for (I k = 0; k < x.width; k += 32) {
             const __m512bh weights = (__m512bh)_mm512_loadu_si512(w + c * stride + 2 * k);
             acc = _mm512_dpbf16_ps(acc, weights, (__m512bh)_mm512_loadu_si512(x.high + r * x.width + k));
+            if (parts == 1) continue;
             acc = _mm512_dpbf16_ps(acc, weights, (__m512bh)_mm512_loadu_si512(x.low + r * x.width + k));
           }
           y[r * ys + c] = sum((V)acc);
@@ -89,21 +92,26 @@ WITH_PAIRS static void pair_product(Split x, I rows, const char *w, I stride, fl
       return;
     }
     I r = 0;
-    for (; r + 4 <= rows; r += 4) pair_panel(4, &x, r, w + n * stride, stride, y + n, ys, r ? 0 : ahead);
-    for (; r + 2 <= rows; r += 2) pair_panel(2, &x, r, w + n * stride, stride, y + n, ys, r ? 0 : ahead);
-    for (; r < rows; r++) pair_panel(1, &x, r, w + n * stride, stride, y + n, ys, r ? 0 : ahead);
+    for (; r + 4 <= rows; r += 4) pair_panel(parts, 4, &x, r, w + n * stride, stride, y + n, ys, r ? 0 : ahead);
+    for (; r + 2 <= rows; r += 2) pair_panel(parts, 2, &x, r, w + n * stride, stride, y + n, ys, r ? 0 : ahead);
+    for (; r < rows; r++) pair_panel(parts, 1, &x, r, w + n * stride, stride, y + n, ys, r ? 0 : ahead);
   }
+}
+
+WITH_PAIRS static void pair_product(int parts, Split x, I rows, const char *w, I stride, float *y, I ys, I from, I to) {
+  if (parts == 1) pair_columns(1, x, rows, w, stride, y, ys, from, to);
+  else pair_columns(2, x, rows, w, stride, y, ys, from, to);
 }
 
 #else
 
 static int has_pairs(void) { return 0; }
-static Split split(const float *x, I rows, I K, uint16_t *room) {
-  (void)x, (void)rows, (void)K;
+static Split split(int parts, const float *x, I rows, I K, uint16_t *room) {
+  (void)parts, (void)x, (void)rows, (void)K;
   return (Split){room, room, 0};
 }
-static void pair_product(Split x, I rows, const char *w, I stride, float *y, I ys, I from, I to) {
-  (void)x, (void)rows, (void)w, (void)stride, (void)y, (void)ys, (void)from, (void)to;
+static void pair_product(int parts, Split x, I rows, const char *w, I stride, float *y, I ys, I from, I to) {
+  (void)parts, (void)x, (void)rows, (void)w, (void)stride, (void)y, (void)ys, (void)from, (void)to;
 }
 
 #endif

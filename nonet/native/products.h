@@ -1,4 +1,4 @@
-/* Products of rows of floats with matrices of weights in one of four formats, split over a team of threads.
+/* Products of rows of floats with matrices of weights in one of five formats, split over a team of threads.
 
    Every element of a product is summed in one fixed order: lane i of a vector takes k = i, i + 16, ..., then the lanes
    are folded. Neither the other rows, nor the tile it falls into, nor the number of threads has a say. */
@@ -76,14 +76,15 @@ static void share(const Team *t, I n, I grain, I *from, I *to) {
 
 /* ------------------------------------------------------------------ formats */
 
-enum { FLOAT32 = 0, BF16 = 1, INT8 = 2, MXFP4 = 3, GROUP = 32, PANEL = 16 };
+enum { FLOAT32 = 0, BF16 = 1, INT8 = 2, MXFP4 = 3, W16A16 = 4, GROUP = 32, PANEL = 16 };
 
 /* [N][K]. FLOAT32 is torch's own memory. The others are copies (model/native_weights.py): all rows one after another,
    each filled up with zeros to whole groups of 32, then the scales.
 
-     BF16   the upper halves of floats
-     INT8   bytes; then a float a row
-     MXFP4  16 bytes a group, byte i holding code i below and code i + 16 above; then a biased exponent a group */
+     BF16    the upper halves of floats
+     W16A16  the same; rows are rounded to it as well, where the processor multiplies pairs (pairs.h), and half the work
+     INT8    bytes; then a float a row
+     MXFP4   16 bytes a group, byte i holding code i below and code i + 16 above; then a biased exponent a group */
 typedef struct {
   const void *at;
   const float *bias;
@@ -92,8 +93,12 @@ typedef struct {
 
 static INLINE I groups(I K) { return (K + GROUP - 1) / GROUP; }
 
+/* Whether rows are split into bfloat16 before they are multiplied. */
+static INLINE int halved(const I format) { return format == BF16 || format == W16A16; }
+
 static INLINE I row_bytes(const I format, I K) {
-  return format == FLOAT32 ? 4 * K : groups(K) * (format == BF16 ? 64 : format == INT8 ? 32 : 16);
+  if (format == FLOAT32) return 4 * K;
+  return groups(K) * (halved(format) ? 64 : format == INT8 ? 32 : 16);
 }
 
 static INLINE I matrix_bytes(const I format, I N, I K) {
@@ -228,8 +233,11 @@ static void columns(const Team *t, const Matrix *w, const float *x, I rows, floa
   const char *base = w->at, *scales = base + N * stride;
   const uint8_t *exponents = (const uint8_t *)scales;
   if (w->format == FLOAT32) product(FLOAT32, x, K, rows, base, stride, 0, K, y, N, from, to, ahead);
-  if (w->format == BF16 && has_pairs()) pair_product(split(x, rows, K, t->room), rows, base, stride, y, N, from, to);
-  if (w->format == BF16 && !has_pairs()) product(BF16, x, K, rows, base, stride, 0, K, y, N, from, to, ahead);
+  if (halved(w->format)) {
+    const int parts = w->format == BF16 ? 2 : 1;
+    if (has_pairs()) pair_product(parts, split(parts, x, rows, K, t->room), rows, base, stride, y, N, from, to);
+    else product(BF16, x, K, rows, base, stride, 0, K, y, N, from, to, ahead);
+  }
   if (w->format == INT8) product(INT8, x, K, rows, base, stride, 0, K, y, N, from, to, ahead);
   if (w->format == MXFP4) product(MXFP4, x, K, rows, base, stride, exponents, K, y, N, from, to, ahead);
   for (I r = 0; r < rows; r++) {

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from every_layer import MODELS, made, states, twin
+from torch import nn
 
 from nonet import native
 from nonet.engine import Engine
@@ -98,6 +101,25 @@ def test_weights_in_fewer_bits_are_a_torch_model_with_rounded_weights(name, weig
         assert float((got - want).abs().median()) < (1e-5 if weights == "bf16" else 3e-6)
 
 
+@pytest.mark.parametrize("rows", [1, 6])
+@torch.inference_mode()
+def test_w16a16_rounds_what_the_weights_multiply(rows):
+    """A rounding that falls the other way here than in torch is 2^-9 of one activation: hence medians."""
+    if native.level() != "v4" or "avx512_bf16" not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("needs a processor with AVX512-BF16 and NONET_NATIVE unset or v4; elsewhere w16a16 is bf16")
+    model = made("llama")
+    decoder, exact, rounding = NativeDecoder.of(model, "w16a16"), twin(model, "bf16"), twin(model, "bf16")
+    assert decoder is not None
+    for module in rounding.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(lambda _, args: (args[0].bfloat16().float(),))
+    tokens, (ours, theirs), (third, _) = torch.arange(rows)[:, None], states(exact, rows), states(exact, rows)
+    got = decoder.step(tokens, ours)
+    near = (got - rounding.logits(rounding(tokens, theirs)[:, -1])).abs().median()
+    far = (got - exact.logits(exact(tokens, third)[:, -1])).abs().median()
+    assert near < far / 4 and far < 1e-2
+
+
 @pytest.mark.parametrize("weights", ["bf16", "int8", "mxfp4"])
 @torch.no_grad()
 def test_copies_follow_the_weights(weights):
@@ -115,7 +137,7 @@ def test_copies_follow_the_weights(weights):
 
 
 def test_unknown_formats_are_refused_by_name():
-    with pytest.raises(UserError, match="weights 'fp3': not one of float32, bf16, int8, mxfp4"):
+    with pytest.raises(UserError, match="weights 'fp3': not one of float32, bf16, w16a16, int8, mxfp4"):
         NativeDecoder.of(made("llama"), "fp3")
 
 

@@ -65,7 +65,7 @@ def test_logits_and_state_are_those_of_torch(name, rows, tokens, together):
             torch.testing.assert_close(mine[key], other[key], atol=2e-2 if model.config.quant else 5e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("weights", ["float32", "bf16", "int8", "mxfp4"])
+@pytest.mark.parametrize("weights", ["float32", "bf16", "w16a16", "int8", "mxfp4"])
 @pytest.mark.parametrize("name", MODELS)
 @torch.inference_mode()
 def test_a_run_of_tokens_is_one_token_at_a_time_to_the_last_bit(name, weights, threads):
