@@ -11,6 +11,7 @@
 typedef struct {
   const float *hq, *wq, *hp, *wp; /* hidden [rows][D], head [Nq][D] of the draft; [rows][E], [Np][E] of the target */
   const I *t2d;                   /* [Np], draft id or -1; null: the same tokens */
+  const float *lse;               /* [16], of the target's logits; null: to be found over wp's tokens */
   float *log_q, *log_p;           /* out, [Nq][16] */
   float *out;                     /* out, [5][16]: log alpha, short, missing, mass, divergence */
   I rows, D, E, Nq, Np, threads;
@@ -147,7 +148,7 @@ int overlap_measure(const Measure *m) {
       in_p[t] = target_logits(m, hp, part(m->Np, t, threads), part(m->Np, t + 1, threads));
       in_q[t] = draft_logits(m, hq, part(m->Nq, t, threads), part(m->Nq, t + 1, threads));
     }
-    V lse_p = log_sum(in_p, threads), lse_q = log_sum(in_q, threads), top = splat(-INFINITY);
+    V lse_p = m->lse ? load(m->lse) : log_sum(in_p, threads), lse_q = log_sum(in_q, threads), top = splat(-INFINITY);
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (I t = 0; t < threads; t++)
       tops[t] = normalise(m, lse_p, lse_q, part(m->Nq, t, threads), part(m->Nq, t + 1, threads));

@@ -25,11 +25,16 @@ BYTES = {"cpu": 20 << 20, "cuda": 1 << 30}  # of a block's logits and its tiles
 
 
 class Head(NamedTuple):
-    """An output head and what it reads: logits_TW = hidden_TD @ weight_WD^T / temperature."""
+    """An output head and what it reads: logits_TW = hidden_TD @ weight_WD^T / temperature.
+
+    lse_T: of a target whose weight_WD holds the draft's tokens only: the logsumexp of its logits over all its tokens,
+    which `log_total` finds. None: weight_WD holds them all.
+    """
 
     hidden_TD: Tensor
     weight_WD: Tensor
     temperature: float = 1.0
+    lse_T: Tensor | None = None
 
     def checked(self, name: str) -> Head:
         """Itself; raises UserError."""
@@ -42,6 +47,10 @@ class Head(NamedTuple):
             raise UserError(
                 f"{name}: temperature {self.temperature}; must be positive and finite (greedy is near 0.01)"
             )
+        if self.lse_T is not None and self.lse_T.shape != h.shape[:1]:
+            raise UserError(
+                f"{name}: lse of shape {tuple(self.lse_T.shape)}; needs one number for each of {len(h)} rows"
+            )
         return self
 
 
@@ -49,9 +58,19 @@ def streamed(
     kind: type[Blocks], draft: Head, target: Head, d2t_W: Tensor | None, share_T: Tensor, rule: Rule
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(mean with gradient, rows_T, alpha_T). share_T: weights that add up to 1; rows of weight 0 are left out."""
-    target = Head(target.hidden_TD.detach(), target.weight_WD.detach(), target.temperature)
+    target = target._replace(hidden_TD=target.hidden_TD.detach(), weight_WD=target.weight_WD.detach())
     wants = tuple(torch.is_grad_enabled() and x.requires_grad for x in draft[:2])
-    return _Streamed.apply(*draft, kind, target, d2t_W, share_T, rule, wants)  # pyright: ignore[reportReturnType]
+    return _Streamed.apply(*draft[:3], kind, target, d2t_W, share_T, rule, wants)  # pyright: ignore[reportReturnType]
+
+
+@torch.no_grad()
+def log_total(head: Head) -> Tensor:
+    """logsumexp of each row's logits, [T], in float32 at least; a tile of the vocabulary at a time."""
+    T = len(head.checked("head").hidden_TD)
+    out = head.hidden_TD.new_full((T,), -math.inf, dtype=torch.promote_types(head.hidden_TD.dtype, torch.float32))
+    for tokens in tiles(len(head.weight_WD)):
+        out = torch.logaddexp(out, _logits(head, slice(0, T), tokens).logsumexp(-1))
+    return out
 
 
 class _Streamed(torch.autograd.Function):
@@ -72,7 +91,8 @@ class _Streamed(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         chosen = share_T.nonzero().squeeze(1)
         draft = Head(hidden_TD[chosen], weight_WD, temperature)
-        target = target._replace(hidden_TD=target.hidden_TD[chosen])
+        lse_T = None if target.lse_T is None else target.lse_T[chosen].detach()
+        target = target._replace(hidden_TD=target.hidden_TD[chosen], lse_T=lse_T)
         blocks = kind(draft, target, d2t_W, wants)
         rows_T, alpha_T = torch.zeros_like(share_T), torch.zeros_like(share_T)
         for a in range(0, len(chosen), blocks.rows):
@@ -139,13 +159,14 @@ class Blocks:
         lse_q = lse_p.clone()
         for tokens in tiles(len(self.target.weight_WD)):
             z = _logits(self.target, at, tokens)
-            lse_p = torch.logaddexp(lse_p, z.logsumexp(-1))
+            if self.target.lse_T is None:
+                lse_p = torch.logaddexp(lse_p, z.logsumexp(-1))
             own, columns = self.kept.within(tokens)
             log_p[:, own] = z if columns is None else z[:, columns]
         for tokens in tiles(log_q.shape[1]):
             log_q[:, tokens] = z = _logits(self.draft, at, tokens)
             lse_q = torch.logaddexp(lse_q, z.logsumexp(-1))
-        log_p -= lse_p[:, None]
+        log_p -= (lse_p if self.target.lse_T is None else self.target.lse_T[at].to(self.wide))[:, None]
         log_q -= lse_q[:, None]
         return self.sums(log_p, log_q)
 

@@ -32,10 +32,13 @@ class NativeBlocks(Blocks):
         found = self.log_q.new_empty(5, LANES)
         rows = at.stop - at.start
         q, p = self._dense
-        t2d_V = self.kept.t2d_V()
+        t2d_V, lse = self.kept.t2d_V(), None
+        if self.target.lse_T is not None:
+            lse = self.log_q.new_zeros(LANES)
+            lse[:rows] = self.target.lse_T[at]
         _call(
             "overlap_measure",
-            *(q[0][at], q[1], p[0][at], p[1], t2d_V, self.log_q, self.log_p, found),
+            *(q[0][at], q[1], p[0][at], p[1], t2d_V, lse, self.log_q, self.log_p, found),
             *(rows, q[0].shape[1], p[0].shape[1], len(q[1]), len(p[1]), torch.get_num_threads()),
             *(1 / self.draft.temperature, 1 / self.target.temperature),
         )

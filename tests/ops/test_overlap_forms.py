@@ -18,7 +18,7 @@ from nonet import native
 from nonet.ops import overlap as api
 from nonet.ops import overlap_blocks, overlap_native, overlap_triton
 from nonet.ops.overlap import Head, overlap, overlap_definition
-from nonet.ops.overlap_blocks import Blocks
+from nonet.ops.overlap_blocks import Blocks, log_total
 from nonet.ops.overlap_rules import KINDS
 
 ROOT = Path(__file__).parents[2]
@@ -53,6 +53,14 @@ class Case:
         out = overlap_definition(*logits, self.d2t, self.weights, temperatures=self.temperatures, **options)
         return [out.mean.detach(), out.rows_T, out.alpha_T, *torch.autograd.grad(2 * out.mean, leaves)]
 
+    def known(self, dtype: torch.dtype, **options) -> list[Tensor]:
+        """With the target's logsumexp found before, and only the draft's tokens of its head given."""
+        draft, target, leaves = self.heads(dtype)
+        rows = target.weight_WD if self.d2t is None else target.weight_WD[self.d2t]
+        known = Head(target.hidden_TD, rows, target.temperature, log_total(target))
+        out = overlap(draft, known, None, self.weights, **options)
+        return [out.mean.detach(), out.rows_T, out.alpha_T, *torch.autograd.grad(2 * out.mean, leaves)]
+
     def fused(self, dtype: torch.dtype, **options) -> list[Tensor]:
         draft, target, leaves = self.heads(dtype)
         out = overlap(draft, target, self.d2t, self.weights, **options)
@@ -85,6 +93,13 @@ def test_torch_blocks_are_the_definition_at_any_tile_and_block(case, kind, tile,
         patch.setattr(overlap_blocks, "TILE", tile)
         patch.setattr(overlap_blocks, "BYTES", {"cpu": rows * 8 * (2 * len(case.tensors[1]) + 8 * tile)})
         compare(case.fused(WIDE, kind=kind, native=False), case.defined(kind=kind), 1e-9)
+
+
+@settings(max_examples=25, deadline=None)
+@given(CASES, st.sampled_from(KINDS))
+def test_a_logsumexp_found_before_gives_the_same(case, kind):
+    compare(case.known(WIDE, kind=kind, native=False), case.defined(kind=kind), 1e-9)
+    compare(case.known(torch.float32, kind=kind), case.defined(kind=kind), 1e-5)
 
 
 @needs_native

@@ -1,0 +1,138 @@
+"""What an unrolled draft is told: the loss of all its steps in one call, and the acceptance it would have had.
+
+The target's distribution at step s, row t is that of its hidden state at position t + s: shifts of one array, of which
+neither logits nor probabilities are kept. Rows of all steps go through `ops.overlap` together, so one gradient of the
+head exists; rows that predict nothing the mask marks are left out of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nonet.draft.batch import FeatureBatch
+from nonet.draft.model import Draft
+from nonet.draft.unroll import unrolled
+from nonet.model import Model
+from nonet.ops.overlap import DraftLoss, overlap
+from nonet.ops.overlap_blocks import Head, log_total
+from nonet.ops.overlap_rules import Kind
+
+
+@dataclass(frozen=True)
+class Objective:
+    """kind, eta, fallback: of ops.overlap. step_weights: one for each unrolled step, or a base b for b^(s - 1)."""
+
+    kind: Kind = "overlap"
+    eta: float = 3.0
+    fallback: float = 0.1
+    step_weights: float | Sequence[float] = 1.0
+
+    def weight(self, step: int) -> float:
+        """Of step 1, 2, ..."""
+        given = self.step_weights
+        return float(given ** (step - 1)) if isinstance(given, float | int) else float(given[step - 1])
+
+
+class Teacher:
+    """The frozen target's head, as a draft sees it: rows of the draft's words, made once."""
+
+    def __init__(self, target: Model, d2t_W: Tensor | None):
+        self.target = target
+        self._head_VD = target.lm_head.weight.detach()
+        self.words_WD = self._head_VD if d2t_W is None else self._head_VD[d2t_W]
+
+    @torch.no_grad()
+    def head(self, batch: FeatureBatch, places_N: Tensor) -> Head:
+        """Its distributions at places of the flattened batch. A known batch.lse_BT saves work on all other tokens."""
+        normed_MD = self.target.norm(batch.hidden_BTD.flatten(0, 1).to(self._head_VD.dtype))
+        if len(self.words_WD) == len(self._head_VD):
+            return Head(normed_MD[places_N], self.words_WD)
+        if batch.lse_BT is not None:
+            lse_N = batch.lse_BT.flatten()[places_N]
+        else:
+            needed_U, index_N = places_N.unique(return_inverse=True)
+            lse_N = log_total(Head(normed_MD[needed_U], self._head_VD))[index_N]
+        return Head(normed_MD[places_N], self.words_WD, 1.0, lse_N.to(self._head_VD.dtype))
+
+
+@dataclass(frozen=True)
+class Told:
+    """loss over all steps (None: no row of the batch predicts anything), and the overlap of each chain's steps,
+    alpha_BTK: nan where row t makes no prediction at step k + 1.
+    """
+
+    loss: Tensor | None
+    alpha_BTK: Tensor
+
+
+def told(draft: Draft, teacher: Teacher, batch: FeatureBatch, steps: int, objective: Objective) -> Told:
+    B, T = batch.tokens_BT.shape
+    hidden, places, weights = [], [], []
+    alpha_BTK = batch.hidden_BTD.new_full((B, T, steps), torch.nan, dtype=torch.float32)
+    where: list[Tensor] = []
+    for step, out_BRD in enumerate(unrolled(draft, batch, steps), 1):
+        chosen_BR = batch.predicted(step)
+        rows_N, times_N = chosen_BR.nonzero(as_tuple=True)
+        hidden.append(out_BRD[chosen_BR])
+        places.append(rows_N * T + times_N + step)
+        weights.append(torch.full((len(rows_N),), objective.weight(step)))
+        where.append(torch.stack([rows_N, times_N, torch.full_like(rows_N, step - 1)]))
+    if not hidden or not sum(map(len, places)):
+        return Told(None, alpha_BTK)
+    found = _overlap(draft, teacher, batch, torch.cat(hidden), torch.cat(places), torch.cat(weights), objective)
+    alpha_BTK[tuple(torch.cat(where, 1))] = found.alpha_T.float()
+    return Told(found.mean, alpha_BTK)
+
+
+def _overlap(
+    draft: Draft,
+    teacher: Teacher,
+    batch: FeatureBatch,
+    hidden_ND: Tensor,
+    places_N: Tensor,
+    weights_N: Tensor,
+    objective: Objective,
+) -> DraftLoss:
+    own = Head(draft.final_norm(hidden_ND), draft.head() if draft.config.form == "eagle3" else teacher.words_WD)
+    o = objective
+    return overlap(own, teacher.head(batch, places_N), None, weights_N, kind=o.kind, eta=o.eta, fallback=o.fallback)
+
+
+@dataclass
+class Acceptance:
+    """Sums over chains of the training-time acceptance: teacher-forced, with min(p, q) as a verifier would accept.
+
+    A chain starts at every row whose first prediction counts. Its k-th token is accepted if all before it are: the
+    product of its steps' overlaps. Position k's mean is over the chains that reach it, since an answer's last tokens
+    have fewer after them.
+    """
+
+    steps: int
+
+    def __post_init__(self) -> None:
+        self._sum_K = torch.zeros(self.steps, dtype=torch.float64)
+        self._count_K = torch.zeros(self.steps, dtype=torch.float64)
+
+    def add(self, alpha_BTK: Tensor) -> None:
+        joint_BTK = alpha_BTK.double().cumprod(-1)  # nan from the first step that is not there
+        there = joint_BTK.isfinite()
+        self._sum_K += torch.where(there, joint_BTK, 0).sum((0, 1))
+        self._count_K += there.sum((0, 1))
+
+    @property
+    def positions(self) -> list[float]:
+        """Share of chains whose 1st, 2nd, ... token is accepted, with all before it."""
+        return (self._sum_K / self._count_K.clamp(min=1)).tolist()
+
+    @property
+    def length(self) -> float:
+        """Expected tokens of one verification, the target's own (bonus) token included: 1 to steps + 1."""
+        return 1 + sum(self.positions)
+
+    @property
+    def chains(self) -> int:
+        return int(self._count_K[0])
