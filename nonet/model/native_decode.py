@@ -10,6 +10,7 @@ parameter, and by `refresh`. Activations, caches, norms, routers, convolutions a
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -48,7 +49,7 @@ class NativeDecoder:
 
     def step(self, tokens_B1: Tensor, state: SequenceState) -> Tensor:
         """Logits [B, W] behind one token."""
-        return self.extend(tokens_B1, state).squeeze(1)
+        return self._carry(tokens_B1[:, 0], state.lengths_B[:, None], state)[0]
 
     def extend(
         self, tokens_BT: Tensor, state: SequenceState, after_BT: Tensor | None = None, taps: Taps | None = None
@@ -59,17 +60,26 @@ class NativeDecoder:
         reads the slot of the one before it, the first the sequence's own, which stays as it is unless named here. None:
         all run through the sequence's own slot. taps: filled as by `Model.forward`.
         """
-        self._point()
-        B, T = tokens_BT.shape
-        x_ND = self.model.embed_tokens(tokens_BT.flatten()).contiguous()
-        positions_BT = state.lengths_B[:, None] + torch.arange(T) if T > 1 else state.lengths_B[:, None]
-        pools = state.layers[: len(self.model.layers)]
+        positions_BT = state.lengths_B[:, None] + torch.arange(tokens_BT.shape[1])
         layers = () if taps is None else taps.layers
-        logits, features = self.stack.carry(x_ND, state, pools, self.model.rotation(positions_BT), after_BT, layers)
-        for i, layer in enumerate(layers):
-            assert taps is not None
-            taps.take(layer, features[:, i].unflatten(0, (B, T)))
-        return logits.view(B, T, -1)
+        logits_NW, features_NKD = self._carry(tokens_BT.flatten(), positions_BT, state, after_BT, layers)
+        if taps is not None and features_NKD is not None:
+            for i, layer in enumerate(layers):
+                taps.take(layer, features_NKD[:, i].unflatten(0, tokens_BT.shape))
+        return logits_NW.unflatten(0, tokens_BT.shape)
+
+    def _carry(
+        self,
+        tokens_N: Tensor,
+        positions_BT: Tensor,
+        state: SequenceState,
+        after_BT: Tensor | None = None,
+        taps: Sequence[int] = (),
+    ) -> tuple[Tensor, Tensor | None]:
+        self._point()
+        model = self.model
+        x_ND = model.embed_tokens(tokens_N).contiguous()
+        return self.stack.carry(x_ND, state, state.layers, model.rotation(positions_BT), after_BT, taps)
 
     def refresh(self) -> None:
         """The weights have changed, perhaps behind torch's back (through .data or numpy)."""
@@ -77,7 +87,7 @@ class NativeDecoder:
 
     def _point(self) -> None:
         """Describe the model to C, again if any weight has moved or a copy is out of date."""
-        addresses = [w.data_ptr() for w in self._parameters]
+        addresses = list(map(Tensor.data_ptr, self._parameters))
         if self.weights != "float32" or self.model.config.quant is not None:
             addresses += [0 if w.is_inference() else w._version for w in self._parameters]
         if addresses == self._addresses:

@@ -53,7 +53,7 @@ class ModelAddresses(ctypes.Structure):
 class Rows(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("B", "T", "width", "taps")),
-        *((name, ctypes.c_void_p) for name in ("lengths", "tables", "slots", "after", "tap", "cos", "sin", "features")),
+        *((name, ctypes.c_void_p) for name in ("lengths", "tables", "slots", "after", "cos", "sin", "tap", "features")),
     ]
 
 

@@ -50,13 +50,13 @@ class Stack:
         rotation: tuple[Tensor, Tensor] | None,
         after_BT: Tensor | None = None,
         taps: Sequence[int] = (),
-    ) -> tuple[Tensor, Tensor]:
-        """Logits [N, W] and features [N, taps, D] of N = B * T rows, T tokens of each sequence of a state, which is
-        advanced by them.
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits [N, W], and features [N, taps, D] where there are taps, of N = B * T rows: T tokens of each sequence
+        of a state, which is advanced by them.
 
-        x_ND: what the first layer reads, overwritten. pools: of each layer. rotation: cos and signed sin of every row.
-        after_BT: the KDA slot that holds the state after each token (None: the sequence's own, overwritten); it may be
-        the slot before it. taps: after how many layers features are taken.
+        x_ND: what the first layer reads, overwritten. pools: of each layer; further ones are left alone. rotation: cos
+        and signed sin of every row. after_BT: the KDA slot that holds the state after each token (None: the sequence's
+        own, overwritten); it may be the slot before it. taps: after how many layers features are taken.
         """
         (rows, width), threads, layers = x_ND.shape, torch.get_num_threads(), self._layers
         tokens = rows // state.batch
@@ -65,18 +65,17 @@ class Stack:
             raise ValueError(f"state has room for {state.capacity} positions, this call needs {longest}")
         self._remember(pools)
         logits_NW = x_ND.new_empty(rows, self._model.W)
-        features_NKD = x_ND.new_empty(rows, len(taps), width)
+        features_NKD = x_ND.new_empty(rows, len(taps), width) if taps else None
         table, slots = state.table_BP.contiguous(), state.slot_B.contiguous()
-        after = slots.repeat_interleave(tokens) if after_BT is None else after_BT.contiguous()
-        turned = () if rotation is None else tuple(t.contiguous() for t in rotation)
-        asked = (_I * len(taps))(*taps)
-        where = Rows(
-            *(state.batch, tokens, table.shape[1], len(taps)),
-            *(state.lengths_B.data_ptr(), table.data_ptr(), slots.data_ptr(), after.data_ptr()),
-            ctypes.addressof(asked),
-            *(t.data_ptr() for t in turned),
-            features=features_NKD.data_ptr(),
-        )
+        after = slots if tokens == 1 else slots.repeat_interleave(tokens)
+        if after_BT is not None:
+            after = after_BT.contiguous()
+        turned = () if rotation is None else (rotation[0].contiguous(), rotation[1].contiguous())
+        addresses = (state.lengths_B.data_ptr(), table.data_ptr(), slots.data_ptr(), after.data_ptr())
+        where = Rows(state.batch, tokens, table.shape[1], len(taps), *addresses, *(t.data_ptr() for t in turned))
+        if features_NKD is not None:
+            asked = (_I * len(taps))(*taps)
+            where.tap, where.features = ctypes.addressof(asked), features_NKD.data_ptr()
         gain = self._gain(state.batch, tokens, longest, threads)
         crowded = time.perf_counter() < self._crowded_until
         together = gain > 0 and not crowded if self.together is None else self.together
@@ -94,7 +93,7 @@ class Stack:
         if here == self._pools:
             return
         self._pools = here
-        for layer, memory in zip(self._layers, pools, strict=True):
+        for layer, memory in zip(self._layers, pools, strict=False):
             first, *_, last = memory.values() if len(memory) > 1 else (*memory.values(),) * 2
             layer.pool, layer.pool2 = first.data_ptr(), last.data_ptr()
 

@@ -170,7 +170,10 @@ I decode_step(const Model *m, const Layer *layers, float *x, const Rows *where, 
     for (I begin = together ? 0 : rank * block; begin < count; begin += step) {
       const I end = count - begin < block ? count : begin + block;
       for (I first = begin; first < end; first += limit) {
-        const Work w = {team, m, where, first, end - first < limit ? end - first : limit, mine, alone};
+        const I rows = end - first < limit ? end - first : limit;
+        Row row[MOST];
+        locate(where, first, rows, row);
+        const Work w = {team, m, where, row, first, rows, mine, alone};
         carry(w, layers, x + first * m->D, logits + first * m->W);
       }
     }

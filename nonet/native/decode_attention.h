@@ -18,16 +18,16 @@ static void rotate(float *x, const float *cos, const float *sin, I K) {
 /* What key head g of a row reads; row r is number first + r of the batch. */
 static Sight gqa_sight(const Work *w, const Layer *l, I r, I g) {
   const Model *m = w->m;
-  const I head = PAGE * m->K, page = m->G * head, *table = table_of(w, r);
+  const I head = PAGE * m->K, page = m->G * head, *table = w->row[r].table;
   const Paged keys = {l->pool + g * head, table, page, m->K}, values = {l->pool2 + g * head, table, page, m->K};
-  return (Sight){keys, values, m->H / m->G, seen(w, r), m->K, m->K, 1.0f / sqrtf(m->K)};
+  return (Sight){keys, values, m->H / m->G, w->row[r].seen, m->K, m->K, 1.0f / sqrtf(m->K)};
 }
 
 static Sight mla_sight(const Work *w, const Layer *l, I r, I unused) {
   (void)unused;
   const Model *m = w->m;
-  const I T = m->R + m->extra, L = seen(w, r);
-  const Paged latents = {l->pool, table_of(w, r), PAGE * T, T};
+  const I T = m->R + m->extra, L = w->row[r].seen;
+  const Paged latents = {l->pool, w->row[r].table, PAGE * T, T};
   return (Sight){latents, latents, m->H, L, T, m->R, 1.0f / sqrtf(m->nope + m->extra)};
 }
 
@@ -36,7 +36,7 @@ static Sight mla_sight(const Work *w, const Layer *l, I r, I unused) {
 static void attend(const Work *w, const Layer *l, Sight (*sight)(const Work *, const Layer *, I, I), I groups,
                    const float *q, float *says, const I *starts) {
   I items = 0, from, to, item = 0;
-  for (I r = 0; r < w->rows; r++) items += groups * spans(seen(w, r));
+  for (I r = 0; r < w->rows; r++) items += groups * spans(w->row[r].seen);
   share(&w->team, items, 1, &from, &to);
   for (I r = 0; r < w->rows; r++)
     for (I g = 0; g < groups; g++) {
@@ -57,7 +57,7 @@ static I say_starts(const Work *w, I heads, I vn, I *starts) {
   I at = 0;
   for (I r = 0; r < w->rows; r++) {
     starts[r] = at;
-    at += spans(seen(w, r)) * heads * record(vn);
+    at += spans(w->row[r].seen) * heads * record(vn);
   }
   return at;
 }
@@ -65,13 +65,13 @@ static I say_starts(const Work *w, I heads, I vn, I *starts) {
 /* out[vn]: head j of row r, its spans brought together. */
 static void gather(const Work *w, const float *says, const I *starts, I r, I j, I vn, float *out) {
   const I one = w->m->H * record(vn);
-  combine(says + starts[r] + j * record(vn), spans(seen(w, r)), one, vn, out);
+  combine(says + starts[r] + j * record(vn), spans(w->row[r].seen), one, vn, out);
 }
 
 /* One key head of one row: its queries and key normed and turned, key and value put into the cache. */
 static void gqa_enter(const Work *w, const Layer *l, I r, I g, float *q, float *k, const float *v) {
   const Model *m = w->m;
-  const I number = w->first + r, K = m->K, L = seen(w, r) - 1, heads = m->H / m->G;
+  const I number = w->first + r, K = m->K, L = w->row[r].seen - 1, heads = m->H / m->G;
   const Sight a = gqa_sight(w, l, r, g);
   for (I j = 0; j <= heads; j++) {
     float *x = j < heads ? q + j * K : k;

@@ -88,10 +88,9 @@ typedef struct {
 static void kda_head(const Work *w, const Layer *l, const Delta *p, I r, I j, const float *taps) {
   const Model *m = w->m;
   const I K = m->KK, C = m->H * K, past = m->kernel - 1, i = r * C + j * K;
-  const I number = w->first + r, *after = w->where->after + number;
-  const I before = number % w->where->T ? after[-1] : w->where->slots[number / w->where->T];
+  const I before = w->row[r].before, after = w->row[r].after;
   const float *tail = l->pool2 + before * past * 3 * C + j * K, *S = l->pool + (before * m->H + j) * K * K;
-  float *next = l->pool2 + *after * past * 3 * C + j * K, o[K], *gate = p->gate + i;
+  float *next = l->pool2 + after * past * 3 * C + j * K, o[K], *gate = p->gate + i;
   convolve(p->q + i, taps, tail, next, 3 * C, K, m->kernel);
   convolve(p->k + i, taps + m->kernel * K, tail + C, next + C, 3 * C, K, m->kernel);
   convolve(p->v + i, taps + 2 * m->kernel * K, tail + 2 * C, next + 2 * C, 3 * C, K, m->kernel);
@@ -99,7 +98,7 @@ static void kda_head(const Work *w, const Layer *l, const Delta *p, I r, I j, co
   l2_normalise(p->q + i, K, 1.0f / sqrtf(K));
   l2_normalise(p->k + i, K, 1.0f);
   const float beta = 1.0f / (1.0f + expf(-p->beta[r * m->H + j]));
-  delta(p->q + i, p->k + i, p->v + i, p->g + i, beta, S, l->pool + (*after * m->H + j) * K * K, o, K);
+  delta(p->q + i, p->k + i, p->v + i, p->g + i, beta, S, l->pool + (after * m->H + j) * K * K, o, K);
   rmsnorm(o, l->o_norm, o, K, m->eps);
   MAP(K, gate, gate, vsigmoid(e) * at(o, i_, n_));
 }

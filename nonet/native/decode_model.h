@@ -42,10 +42,25 @@ typedef struct {
    cos, signed sin: [B * T][K] or null. features: [B * T][taps][D], what was there after tap[..] layers. */
 typedef struct {
   I B, T, width, taps;
-  const I *lengths, *tables, *slots, *after, *tap;
+  const I *lengths, *tables, *slots, *after;
   const float *cos, *sin;
+  const I *tap;
   float *features;
 } Rows;
+
+/* A row: its sequence's pages, how many positions it sees, its own the last; the slots of the states before and after. */
+typedef struct {
+  const I *table;
+  I seen, before, after;
+} Row;
+
+static void locate(const Rows *where, I first, I rows, Row *out) {
+  for (I i = first, b = first / where->T, j = first % where->T; i < first + rows; i++) {
+    const I before = j ? where->after[i - 1] : where->slots[b];
+    *out++ = (Row){where->tables + b * where->width, where->lengths[b] + j + 1, before, where->after[i]};
+    if (++j == where->T) j = 0, b++;
+  }
+}
 
 /* A team's task: `rows` rows from number `first` on: whole sequences, or a part of one whose earlier tokens have been
    carried before. shared: scratch of all; own: this thread's alone. */
@@ -53,19 +68,10 @@ typedef struct {
   Team team;
   const Model *m;
   const Rows *where;
+  const Row *row;
   I first, rows;
   float *shared, *own;
 } Work;
-
-static inline const I *table_of(const Work *w, I r) {
-  return w->where->tables + (w->first + r) / w->where->T * w->where->width;
-}
-
-/* How many positions row r sees, its own the last of them. */
-static inline I seen(const Work *w, I r) {
-  const I number = w->first + r, T = w->where->T;
-  return w->where->lengths[number / T] + number % T + 1;
-}
 
 static inline Matrix weight(const Model *m, const void *at, const float *bias, I N, I K) {
   return (Matrix){at, bias, m->format, N, K};
