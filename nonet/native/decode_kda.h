@@ -12,8 +12,8 @@ static void turn(const float *taps, I K, I kernel, float *by_tap) {
     for (I j = 0; j < kernel; j++) by_tap[j * K + c] = taps[c * kernel + j];
 }
 
-/* Convolve K channels with their remembered inputs, apply SiLU, shift the memory. tail, next: [kernel-1][stride], of the
-   token before and of this one; they may be the same. */
+/* Convolve K channels with their remembered inputs, apply SiLU, shift the memory. tail, next: [kernel-1][stride], the
+   memory before and after; they may be the same. */
 static void convolve(float *x, const float *by_tap, const float *tail, float *next, I stride, I K, I kernel) {
   for (I i = 0; i < K; i += LANES) {
     const V now = at(x, i, K);
@@ -28,8 +28,8 @@ static void convolve(float *x, const float *by_tap, const float *tail, float *ne
 
 /* NN vectors of columns of the delta rule. Reading S with q in the pass that reads it with k leaves one pass that
    writes: d = beta (v - S^T (a o k)), o = S^T (a o q) + (q . k) d, next = a o S + k d^T, which may lie where S does. */
-static INLINE void delta_band(const int NN, const float *S, float *next, I K, I i, const float *a, const float *ka, const float *qa,
-                              const float *k, float qk, const float *v, float beta, float *o) {
+static INLINE void delta_band(const int NN, const float *S, float *next, I K, I i, const float *a, const float *ka,
+                              const float *qa, const float *k, float qk, const float *v, float beta, float *o) {
   V read[NN], out[NN];
 #pragma GCC unroll 4
   for (int n = 0; n < NN; n++) read[n] = out[n] = (V){0};

@@ -48,7 +48,7 @@ typedef struct {
   float *features;
 } Rows;
 
-/* A row: its sequence's pages, how many positions it sees, its own the last; the slots of the states before and after. */
+/* A row: its sequence's pages; how many positions it sees, its own the last; KDA's slots before and after it. */
 typedef struct {
   const I *table;
   I seen, before, after;
