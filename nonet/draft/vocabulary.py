@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from hashlib import blake2b
 
 import torch
 from torch import Tensor
@@ -66,9 +65,3 @@ def counts(answers: Iterable[Answer], vocab_size: int) -> tuple[Tensor, Tensor]:
 def control_tokens(tokenizer: Tokenizer) -> set[int]:
     """Ids that are always in a draft's vocabulary."""
     return {*tokenizer.special.values(), *tokenizer.stop_ids}
-
-
-def vocabulary_hash(tokenizer: Tokenizer) -> str:
-    """Of the token -> id table, for a draft's fingerprint."""
-    table = sorted(tokenizer.core.get_vocab(with_added_tokens=True).items(), key=lambda item: item[1])
-    return blake2b(repr(table).encode(), digest_size=8).hexdigest()
