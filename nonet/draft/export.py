@@ -35,6 +35,8 @@ def export(draft: Draft, target: Path | str, out: Path | str, to: str, tokens: i
         raise UserError(f"to = {to!r}: no such format; use {', '.join([*FORMATS, 'gguf'])}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"out = {out}: exists and is not empty; name another directory or remove it")
+    if draft.config.form == "mtp" and to != "mtp":
+        raise UserError("form = mtp: engines load it inside its target; export it --to mtp")
     FORMATS[to](draft, Path(target), out, tokens, project)
     return out
 
@@ -126,8 +128,6 @@ def _dtype(draft: Draft) -> str:
 
 def _write(draft: Draft, out: Path, config: dict[str, Any], selected: bool = False) -> None:
     """selected: also which of the target's tokens the draft has, as speculators keeps it."""
-    if draft.config.form != "eagle3":
-        raise UserError("form = mtp: engines load it inside its target; export it --to mtp")
     if config.get("rope_parameters", {}).get("rope_type") == "default" and config.get("rope_scaling") is None:
         config.pop("rope_scaling", None)
     out.mkdir(parents=True, exist_ok=True)

@@ -65,9 +65,9 @@ class _Reader:
         if len(set(taps)) < len(taps):
             self.silent.append(f"the taps {list(taps)} name a hidden state twice")
         ordered = tuple(sorted(set(taps)))  # states arrive in the order of the layers, whatever the config's
-        flags = {name: flags.get(name, False) for name in FLAGS}
+        output, residual, before_fc, fc_norm = (flags.get(name, False) for name in FLAGS)
         reading = Reading(
-            self.who, ordered, layer, **flags, ids_W=ids_W, own_embedding=own_embedding, own_head=own_head
+            self.who, ordered, layer, output, residual, before_fc, fc_norm, ids_W, own_embedding, own_head
         )
         lacking, surplus = audit(reading, self.files)
         if lacking:
