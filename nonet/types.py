@@ -367,7 +367,8 @@ class Request:
 class Completion:
     """What the engine wrote for one request. A stop token that was sampled is part of `tokens`, and so are the tokens
     that complete a stop text. top_logprobs: (token id, raw log-prob) of the most likely tokens, a tuple a position,
-    where they were asked for. cached_tokens: how much of the prompt was remembered instead of computed.
+    where they were asked for. cached_tokens: how much of the prompt was remembered instead of computed. drafted_tokens:
+    how many were proposed by a draft, of which accepted_tokens are among `tokens`.
     """
 
     id: str
@@ -378,3 +379,5 @@ class Completion:
     policy_version: int
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
     cached_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from nonet.engine.row import Report, Row
+from nonet.engine.row import Drafts, Report, Row
 from nonet.model import Model
 
 _REPORTS = 4096  # kept for those who never read them
@@ -16,8 +17,9 @@ _MEASURED = 4  # rows after a weight change whose mismatch is measured: each cos
 
 
 class Accounts:
-    def __init__(self) -> None:
+    def __init__(self, drafting: bool = False) -> None:
         self.totals: Counter[str] = Counter()
+        self.drafts = Drafts() if drafting else None
         self._reports: OrderedDict[str, Report] = OrderedDict()
         self.renew()
 
@@ -31,6 +33,9 @@ class Accounts:
         report = row.report
         if report is None:
             return
+        if self.drafts is not None:
+            self.drafts.add(row.drafts)
+            report = replace(report, drafts=row.drafts)
         self._reports[row.id] = report
         if len(self._reports) > _REPORTS:
             self._reports.popitem(last=False)
@@ -54,11 +59,26 @@ class Accounts:
 
     def figures(self) -> dict[str, float]:
         """mismatch_max, mismatch_mean: of |log-prob differences| over the vocabulary of the rows measured since the
-        last weight change.
+        last weight change. draft_acceptance_length: tokens written a verifying step, the bonus token included.
         """
         return {
             **{name: float(count) for name, count in sorted(self.totals.items())},
+            **self._drafted(),
             "mismatch_rows": float(self._measured),
             "mismatch_max": self._worst,
             "mismatch_mean": self._sum / max(1, self._measured),
+        }
+
+    def _drafted(self) -> dict[str, float]:
+        """Of ended requests; accepted_1 counts the steps whose first drafted token stood, accepted_2 the first two."""
+        d = self.drafts
+        if d is None:
+            return {}
+        return {
+            "draft_steps_total": float(d.steps),
+            "draft_proposed_total": float(sum(d.proposed)),
+            "draft_accepted_total": float(sum(d.accepted)),
+            **{f"draft_proposed_{k}_total": float(n) for k, n in enumerate(d.proposed, 1)},
+            **{f"draft_accepted_{k}_total": float(n) for k, n in enumerate(d.accepted, 1)},
+            "draft_acceptance_length": d.acceptance_length,
         }

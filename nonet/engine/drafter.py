@@ -21,10 +21,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from nonet.engine.sampler import SamplingRows, draw, shape
 from nonet.model.state import Memory, SequenceState
+from nonet.ops.rng import uniforms
 
 # Uniforms of one position of one stream, by purpose (ops/rng): what the target draws without a draft, what the draft
 # draws, whether a drafted token is accepted, what is drawn in place of one that is not.
@@ -52,25 +54,26 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Choice:
-    """How drafts are drawn: the rows' sampling, and a uniform for each drafted position [B, K] (float64)."""
+    """How the tokens after the rows' known ones are drawn: rows.positions is that of the first."""
 
     rows: SamplingRows
-    draws_BK: np.ndarray
 
     def pick(self, logits_BV: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """(index_B into V, q_BV) of the k-th drafted token, at the rows' temperature, top-k, top-p and min-p; a row at
-        temperature 0 takes the argmax, and its q means nothing. Penalties and biases are the target's business.
+        """(index_B into V, q_BV) of the k-th drafted token, from 0, at the rows' temperature, top-k, top-p and min-p; a
+        row at temperature 0 takes the argmax, and its q means nothing. Penalties and biases are the target's business.
         """
         logp_BV = logits_BV.float().log_softmax(-1)
         shaped_BV = shape(logp_BV, self.rows)
-        return draw(shaped_BV, logp_BV, self.rows.greedy, self.draws_BK[:, k], "draft"), shaped_BV.exp()
+        draws_B = uniforms(self.rows.keys, self.rows.positions + np.uint64(k), DRAFT)
+        return draw(shaped_BV, logp_BV, self.rows.greedy, draws_B, "draft"), shaped_BV.exp()
 
 
 @dataclass(frozen=True)
 class Proposal:
     """tokens_BK     ids of the target's vocabulary, K at most `most`
     counts_B      how many of the K are proposed for each row; the rest of tokens_BK means nothing, but is valid ids
-    q_BKV         what each token was drawn from, over the draft's vocabulary; None: one-hot drafts (an argmax, a copy)
+    q_BKV         what each token was drawn from, over the draft's vocabulary, of any total (probabilities, not their
+                  logarithms); None: one-hot drafts (an argmax, a copy)
     vocabulary_V  target id of each entry of the draft's vocabulary (d2t); None: V is the target's whole vocabulary
     """
 
@@ -78,6 +81,41 @@ class Proposal:
     counts_B: Tensor
     q_BKV: Tensor | None = None
     vocabulary_V: Tensor | None = None
+
+    @staticmethod
+    def of_nothing(rows: int, device: torch.device) -> Proposal:
+        none = torch.zeros(rows, 0, dtype=torch.long, device=device)
+        return Proposal(none, none.sum(1))
+
+    def of_rows(self, rows: Sequence[int], most_B: Sequence[int]) -> Proposal:
+        """For some of the rows, most_B[b] tokens at most, and K as many as that leaves."""
+        at = torch.tensor(rows, device=self.tokens_BK.device)
+        counts_B = self.counts_B[at].minimum(torch.tensor(most_B, device=at.device))
+        K = int(counts_B.max())
+        q_BKV = None if self.q_BKV is None else self.q_BKV[at, :K]
+        return Proposal(self.tokens_BK[at, :K], counts_B, q_BKV, self.vocabulary_V)
+
+    def q_of_tokens(self) -> Tensor:
+        """[B, K] float64; each row of q is normalised as it was when it was drawn from."""
+        assert self.q_BKV is not None
+        index_BK = self.tokens_BK
+        if self.vocabulary_V is not None:
+            index_W = index_BK.new_zeros(int(max(self.vocabulary_V.max(), index_BK.max())) + 1)
+            index_W[self.vocabulary_V] = torch.arange(len(self.vocabulary_V), device=index_W.device)
+            index_BK = index_W[index_BK]
+        total_BK = self.q_BKV.sum(-1, dtype=torch.float64)
+        return self.q_BKV.gather(2, index_BK.unsqueeze(2)).squeeze(2).double() / total_BK
+
+    def q_at(self, k_B: Tensor, width: int) -> Tensor:
+        """[B, W] float64: row b's q of its k_B[b]-th token over the target's vocabulary, 0 where the draft's has no
+        such token.
+        """
+        assert self.q_BKV is not None
+        q_BV = self.q_BKV[torch.arange(len(k_B), device=k_B.device), k_B].double()
+        q_BV = q_BV / q_BV.sum(-1, keepdim=True)
+        if self.vocabulary_V is None:
+            return q_BV
+        return q_BV.new_zeros(len(q_BV), width).index_copy_(1, self.vocabulary_V, q_BV)
 
 
 class Drafter(Protocol):

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from math import prod
 from typing import Literal
 
 import torch
@@ -21,15 +22,18 @@ from torch import Tensor
 
 from nonet import native as kernels
 from nonet.engine.accounts import Accounts
+from nonet.engine.drafter import Drafter
 from nonet.engine.feed import Decoding, padded, sampling_of, state_of
+from nonet.engine.forward import Forward
 from nonet.engine.ledger import Ledger
 from nonet.engine.prefix import PrefixCache
 from nonet.engine.row import Report, Row, check_request
 from nonet.engine.sampler import SamplingRows, sample, top
 from nonet.engine.scheduler import Batch, Scheduler
 from nonet.engine.snapshots import Node
+from nonet.engine.speculation import Drafted, Speculation
 from nonet.engine.weights import copy_weights
-from nonet.model import Model, SequenceState
+from nonet.model import Model
 from nonet.model.native_decode import NativeDecoder
 from nonet.model.state import PAGE, Memory
 from nonet.types import Completion, FinishReason, Request, UserError
@@ -62,30 +66,41 @@ class Engine:
         snapshots: int = 256,
         snapshot_dtype: torch.dtype | None = None,
         weights: str = "float32",
+        drafter: Drafter | None = None,
     ):
         """native: decode through C where the machine and the model allow it (float32 on a CPU with a compiler).
         weights: what that reads, float32, bf16, int8 or mxfp4 (model/native_weights.py); prompts are read in float32.
         decode: token ids to text, for stop_texts. pages: limit of the memory, of 16 positions each (None: as needed).
         chunk: tokens of prompts computed a step. cache_bytes: pages kept that no row uses. snapshots: KDA states kept,
-        in snapshot_dtype (None: the model's; bfloat16 is half the size and no longer exact).
+        in snapshot_dtype (None: the model's; bfloat16 is half the size and no longer exact). drafter: proposes tokens,
+        of which those stand that change nothing about what is written (speculation.py).
         """
         weight = model.embed_tokens.weight
         self._native = NativeDecoder.of(model, weights) if native and not deterministic else None
-        self.model, self.deterministic, self.version, self.decode = model, deterministic, version, decode
+        self.model, self.version, self.decode, self.drafter = model, version, decode, drafter
         self.context, self.device = model.config.max_position, weight.device
-        self.ledger = Ledger(Memory(model.config, 0, 0, weight.dtype, weight.device), pages, max_batch)
+        hybrid, drafted = "kda" in model.config.layer_mixers, drafter.steps if drafter else 0
+        pools = dict(drafter.pools) if drafter else {}
+        memory = Memory(model.config, 0, 0, weight.dtype, weight.device, pools)
+        # Beside its own slot, a row needs one for each drafted token while these are verified.
+        self.ledger = Ledger(memory, pages, max_batch * (1 + drafted if hybrid else 1))
         self.cache = None
         if prefix_cache:
             shelf = Memory(model.config, 0, 0, snapshot_dtype or weight.dtype, weight.device)
             page_bytes = PAGE * max(1, model.cost.bytes_per_token(weight.element_size()))
+            page_bytes += sum(map(prod, pools.values())) * weight.element_size()
             self.cache = PrefixCache(self.ledger, shelf, snapshots, cache_bytes // page_bytes)
-        hybrid = "kda" in model.config.layer_mixers
-        self.scheduler = Scheduler(self.ledger, self.cache, max_batch, chunk, hybrid)
+        self.forward = Forward(model, self._native, deterministic, drafter.taps if drafter else ())
+        self.speculation = None
+        if drafter is not None:
+            self.speculation = Speculation(drafter, self.forward, self.ledger, hybrid, self.device)
+        settle = self.speculation.settle if self.speculation else None
+        self.scheduler = Scheduler(self.ledger, self.cache, max_batch, chunk, hybrid, drafted, settle)
         self._in_flight: dict[str, Row] = {}  # in order of arrival
         self._paused: list[Request] = []
         self._held: dict[str, _Held] = {}
         self._decoding: Decoding | None = None  # the last decode batch
-        self.accounts = Accounts()
+        self.accounts = Accounts(drafter is not None)
         level = kernels.level() if kernels.library() is not None else "torch"
         shape = sha256(model.config.model_dump_json().encode()).hexdigest()[:16]
         self._computing = f"{shape}/{weight.dtype}/{weight.device.type}/{level}"
@@ -117,10 +132,10 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
-        """Compute chunks of prompts, and one token for every row that is past its prompt. Returns what ended."""
+        """Compute chunks of prompts, and a token or a few drafted ones for rows past theirs. Returns what ended."""
         batches = self.scheduler.schedule()
-        logits = [self._forward(batch) for batch in batches]
-        return self._commit(batches, logits)
+        computed = [self._compute(batch) for batch in batches]
+        return self._commit(batches, computed)
 
     def written(self, request_id: str, since: int = 0) -> Completion | None:
         """See protocols.Generator."""
@@ -188,6 +203,8 @@ class Engine:
         self.accounts.renew()
         if self._native is not None:
             self._native.refresh()
+        if self.drafter is not None:
+            self.drafter.refresh()
 
     def report(self, request_id: str) -> Report | None:
         """How much of an ended request was remembered; once, then it is forgotten."""
@@ -216,53 +233,45 @@ class Engine:
 
     # ------------------------------------------------------- one step, thrice
 
-    def _forward(self, batch: Batch) -> Tensor:
-        """Logits after each row's last fed token."""
+    def _compute(self, batch: Batch) -> Tensor | list[Drafted]:
+        """Logits after each row's last fed token, or after each of several."""
         if batch.decode:
-            return self._decode(batch.rows)
-        state = state_of(batch.rows, self.ledger.memory, self.device)
-        tokens_BT, counts_B = padded(batch.rows, batch.counts, self.device)
-        if self.deterministic:
-            return self._feed_alone(tokens_BT, state, batch.counts)
-        hidden = self.model(tokens_BT, state, counts_B)
-        last_B = torch.tensor(batch.counts, device=self.device) - 1
-        return self.model.logits(hidden[torch.arange(len(last_B), device=self.device), last_B])
+            return self.speculation.feed(batch) if self.speculation else self._decode(batch.rows)
+        rows, counts = batch.rows, batch.counts
+        state = state_of(rows, self.ledger.memory, self.device)
+        fed = [row.tokens[row.filled : row.filled + n] for row, n in zip(rows, counts, strict=True)]
+        logits_BW, features_BTF = self.forward.prompt(padded(fed, self.device), state, counts)
+        if self.speculation:
+            self.speculation.learn(rows, counts, features_BTF)
+        return logits_BW
 
     def _decode(self, rows: list[Row]) -> Tensor:
-        self.accounts.totals["decode_steps_total"] += 1
         known, preemptions = self._decoding, self.scheduler.preemptions
         if known is None or not known.covers(rows, preemptions):
             known = self._decoding = Decoding(rows, preemptions, self.ledger.memory, self.device)
         known.turn_pages()
-        if self.deterministic:
-            return self._feed_alone(known.last_B1, known.state, [1] * len(rows))
-        if self._native is not None:
-            return self._native.step(known.last_B1, known.state)
-        return self.model.logits(self.model(known.last_B1, known.state)[:, -1])
+        return self.forward.decode(known.last_B1, known.state)
 
-    def _feed_alone(self, tokens_BT: Tensor, state: SequenceState, counts: Sequence[int]) -> Tensor:
-        out = []
-        for b, n in enumerate(counts):
-            row = state.rows(b, b + 1)
-            hidden = [self.model(tokens_BT[b : b + 1, t : t + 1], row) for t in range(n)]
-            out.append(self.model.logits(hidden[-1][:, -1]))
-        return torch.cat(out)
-
-    def _commit(self, batches: list[Batch], logits: list[Tensor]) -> list[Completion]:
+    def _commit(self, batches: list[Batch], computed: list[Tensor | list[Drafted]]) -> list[Completion]:
         ended: dict[str, FinishReason] = {}
-        for batch, logits_BW in zip(batches, logits, strict=True):
+        for batch, found in zip(batches, computed, strict=True):
+            self.accounts.totals["decode_steps_total"] += batch.decode
+            if isinstance(found, list):
+                for drafted in found:
+                    self._write_drafted(drafted, ended)
+                continue
             for row, count in zip(batch.rows, batch.counts, strict=True):
                 self.scheduler.advance(row, count)
             known = self._decoding
             if batch.decode and known is not None and not any(r.followers for r in batch.rows):
-                known.advance(self._write(batch.rows, logits_BW, known.sampling, ended))
+                known.advance(self._write(batch.rows, found, known.sampling, ended))
                 continue
             done = [(row, i) for i, row in enumerate(batch.rows) if not row.pending]
             done += [(twin, i) for row, i in done for twin in self.scheduler.fork(row)]
             if done:
                 self._decoding = None  # other rows decode from now on
                 rows = [row for row, _ in done]
-                self._write(rows, logits_BW[[i for _, i in done]], sampling_of(rows), ended)
+                self._write(rows, found[[i for _, i in done]], sampling_of(rows), ended)
         completions = [self._in_flight[name].completion(reason, self.version) for name, reason in ended.items()]
         for c in completions:
             row = self._in_flight[c.id]
@@ -276,16 +285,36 @@ class Engine:
         drawn = sample(logits_BW, how)
         tokens, logprobs, raw = (x.tolist() for x in drawn)
         for i, row in enumerate(rows):
-            if not row.logprobs and row.salt != self.salt and row.remembered:
-                self.accounts.compare(self.model, row.tokens, logits_BW[i])
-            row.tokens.append(tokens[i])
-            row.logprobs.append(logprobs[i])
-            row.raw_logprobs.append(raw[i])
-            if row.request.top_logprobs:
-                row.tops.append(top(logits_BW[i], row.request.top_logprobs))
-            if (reason := self._ends(row)) is not None:
-                ended[row.id] = reason
+            self._append(row, tokens[i], logprobs[i], raw[i], logits_BW[i], ended)
         return drawn[0]
+
+    def _write_drafted(self, drafted: Drafted, ended: dict[str, FinishReason]) -> None:
+        """Write what was verified, up to where a row ends, and go on from there."""
+        found, written = drafted.verify(), []
+        tokens, logprobs, raw = (x.tolist() for x in (found.tokens_BT, found.logprobs_BT, found.raw_logprobs_BT))
+        counts = zip(drafted.proposal.counts_B.tolist(), found.accepted_B.tolist(), strict=True)
+        for i, (row, (proposed, accepted)) in enumerate(zip(drafted.rows, counts, strict=True)):
+            n = 0
+            while n <= accepted and row.id not in ended:
+                self._append(row, tokens[i][n], logprobs[i][n], raw[i][n], drafted.logits_BTW[i, n], ended)
+                n += 1
+            row.drafts.count(proposed, min(n, accepted))
+            written.append(n)
+        assert self.speculation is not None
+        self.speculation.confirm(drafted, written, self.scheduler)
+
+    def _append(
+        self, row: Row, token: int, logprob: float, raw: float, logits_W: Tensor, ended: dict[str, FinishReason]
+    ) -> None:
+        if not row.logprobs and row.salt != self.salt and row.remembered:
+            self.accounts.compare(self.model, row.tokens, logits_W)
+        row.tokens.append(token)
+        row.logprobs.append(logprob)
+        row.raw_logprobs.append(raw)
+        if row.request.top_logprobs:
+            row.tops.append(top(logits_W, row.request.top_logprobs))
+        if (reason := self._ends(row)) is not None:
+            ended[row.id] = reason
 
     def _ends(self, row: Row) -> FinishReason | None:
         request = row.request

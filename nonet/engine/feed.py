@@ -31,12 +31,10 @@ def state_of(rows: Sequence[Row], memory: Memory, device: torch.device, width: i
     return SequenceState(memory, table_BP, slot_B, lengths_B)
 
 
-def padded(rows: Sequence[Row], counts: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """The next counts[i] tokens of each row [B, T], and counts [B] where they differ."""
-    longest = max(counts)
-    fed = [r.tokens[r.filled : r.filled + n] + [0] * (longest - n) for r, n in zip(rows, counts, strict=True)]
-    ragged = min(counts) < longest
-    return torch.tensor(fed, device=device), torch.tensor(counts, device=device) if ragged else None
+def padded(fed: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Tokens [B, T], zeros on the right of the shorter ones."""
+    longest = max(map(len, fed))
+    return torch.tensor([[*tokens, *[0] * (longest - len(tokens))] for tokens in fed], device=device)
 
 
 def sampling_of(rows: Sequence[Row]) -> SamplingRows:
@@ -54,14 +52,36 @@ def sampling_of(rows: Sequence[Row]) -> SamplingRows:
     )
 
 
+def sampling_through(rows: Sequence[Row], drafted_BK: Sequence[Sequence[int]]) -> SamplingRows:
+    """For the T = K+1 tokens after each row's known ones, [B * T] of them, if what was drafted is right."""
+    T = len(drafted_BK[0]) + 1
+    params = [r.request.sampling for r in rows]
+    edits = {
+        b * T + k: Edit(r.request.sampling, r.request.tokens, [*r.said, *drafted_BK[b][:k]])
+        for b, r in enumerate(rows)
+        if r.edited
+        for k in range(T)
+    }
+    return SamplingRows(
+        temperature=np.repeat([p.temperature for p in params], T),
+        top_k=np.repeat([p.top_k for p in params], T),
+        top_p=np.repeat([p.top_p for p in params], T),
+        min_p=np.repeat([p.min_p for p in params], T),
+        keys=np.repeat(np.array([r.key for r in rows], np.uint64), T, axis=0),
+        positions=(np.array([r.length for r in rows], np.uint64)[:, None] + np.arange(T, dtype=np.uint64)).reshape(-1),
+        edits=edits,
+    )
+
+
 def draws(rows: Sequence[Row]) -> np.ndarray:
     """The uniform of each row's next position: a pure function of its key and position, computed _AHEAD at once."""
-    due = [r for r in rows if len(r.logprobs) % _AHEAD == 0]
+    due = [r for r in rows if r.drawn != len(r.logprobs) // _AHEAD]
     if due:
         keys = np.repeat(np.array([r.key for r in due], np.uint64), _AHEAD, axis=0)
-        positions = np.array([r.length for r in due], np.uint64)[:, None] + np.arange(_AHEAD, dtype=np.uint64)
+        first = [r.length - len(r.logprobs) % _AHEAD for r in due]
+        positions = np.array(first, np.uint64)[:, None] + np.arange(_AHEAD, dtype=np.uint64)
         for row, ahead in zip(due, uniforms(keys, positions.reshape(-1)).reshape(-1, _AHEAD).tolist(), strict=True):
-            row.draws = ahead
+            row.draws, row.drawn = ahead, len(row.logprobs) // _AHEAD
     return np.array([r.draws[len(r.logprobs) % _AHEAD] for r in rows])
 
 

@@ -16,10 +16,48 @@ from nonet.types import Completion, FinishReason, Request, UserError
 Top = tuple[tuple[int, float], ...]
 
 
+@dataclass(slots=True)
+class Drafts:
+    """What was drafted for one request, or many. steps: how often the model was asked for what follows what is written.
+    proposed[k], accepted[k]: in how many of these at least k+1 tokens were proposed, or accepted (and not cut off by a
+    stop), so accepted[k] counts joint prefixes.
+    """
+
+    steps: int = 0
+    proposed: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+
+    def count(self, proposed: int, accepted: int) -> None:
+        """One more step."""
+        self.steps += 1
+        self._room(proposed)
+        for k in range(proposed):
+            self.proposed[k] += 1
+            self.accepted[k] += k < accepted
+
+    def add(self, other: Drafts) -> None:
+        self.steps += other.steps
+        self._room(len(other.proposed))
+        for k, (proposed, accepted) in enumerate(zip(other.proposed, other.accepted, strict=True)):
+            self.proposed[k] += proposed
+            self.accepted[k] += accepted
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens written by a step that verified drafts, the bonus (or corrected) token included: from 1 to K+1."""
+        return 1 + sum(self.accepted) / self.proposed[0] if self.proposed else 1.0
+
+    def _room(self, positions: int) -> None:
+        missing = [0] * (positions - len(self.proposed))
+        self.proposed += missing
+        self.accepted += missing
+
+
 @dataclass(frozen=True, slots=True)
 class Report:
     """How much of one request was remembered: tokens whose pages were found, where the snapshot stood that let it start
-    (-1: none), what was not computed again, and why there was not more (see prefix.Match; "off" without a cache).
+    (-1: none), what was not computed again, and why there was not more (see prefix.Match; "off" without a cache); and
+    what was drafted, in an engine with a drafter.
     """
 
     prompt: int
@@ -27,6 +65,7 @@ class Report:
     snapshot: int
     cached: int
     reason: str
+    drafts: Drafts | None = None
 
 
 @dataclass(eq=False)
@@ -44,7 +83,8 @@ class Row:
     logprobs: list[float] = field(default_factory=list)
     raw_logprobs: list[float] = field(default_factory=list)
     tops: list[Top] = field(default_factory=list)
-    draws: list[float] = field(default_factory=list)  # ahead of use, filled by feed.draws
+    draws: list[float] = field(default_factory=list)  # of the drawn-th run of positions, filled by feed.draws
+    drawn: int = -1
     pages: list[int] = field(default_factory=list)
     slot: int = -1
     filled: int = 0
@@ -53,6 +93,8 @@ class Row:
     last: Snapshot | None = None  # of its conversation
     followers: list[Row] = field(default_factory=list)  # rows of the same prompt, which wait for it
     report: Report | None = None  # of the first time it was given a place
+    entered: int = 1  # the draft's entries before this position are true (drafter.py); position 0 has none
+    drafts: Drafts = field(default_factory=Drafts)
 
     @staticmethod
     def of(request: Request, salt: Salt) -> Row:
@@ -74,6 +116,11 @@ class Row:
     def pending(self) -> int:
         """Known tokens that memory does not have yet; at least one, whose logits decide the next token."""
         return len(self.tokens) - self.filled
+
+    @property
+    def left(self) -> int:
+        """Tokens it may still write."""
+        return self.request.max_tokens - len(self.logprobs)
 
     @property
     def remembered(self) -> bool:
@@ -100,6 +147,8 @@ class Row:
             version,
             tuple(self.tops[since:]),
             self.report.cached if self.report else 0,
+            sum(self.drafts.proposed),
+            sum(self.drafts.accepted),
         )
 
 

@@ -9,7 +9,8 @@ draw depends on its position alone, it then writes what it would have written.
 from __future__ import annotations
 
 from collections import Counter, deque
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from nonet.engine.ledger import Ledger
 from nonet.engine.prefix import Match, PrefixCache, digests
@@ -25,19 +26,34 @@ SHORT = 128  # chunks up to this long share a forward; beyond it, those within a
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows that are fed together, counts[i] tokens each. decode: the step's one batch of rows past their prompts."""
+    """Rows that are fed together, counts[i] tokens each. decode: the step's one batch of rows past their prompts; these
+    have pages for rooms[i] tokens more, which may be drafted.
+    """
 
     rows: list[Row]
     counts: list[int]
     decode: bool = False
+    rooms: list[int] = field(default_factory=list)
 
 
 class Scheduler:
     """Rows in `waiting` own nothing; rows in `rows`, oldest first, own a slot and pages."""
 
-    def __init__(self, ledger: Ledger, cache: PrefixCache | None, max_batch: int, chunk: int, hybrid: bool):
-        """chunk: how many tokens of prompts may be computed in a step, beside the rows that decode."""
+    def __init__(
+        self,
+        ledger: Ledger,
+        cache: PrefixCache | None,
+        max_batch: int,
+        chunk: int,
+        hybrid: bool,
+        drafted: int = 0,
+        settle: Callable[[Row], None] | None = None,
+    ):
+        """chunk: how many tokens of prompts may be computed in a step, beside the rows that decode. drafted: most
+        tokens that may be drafted for a row in a step; settle: makes true what its pages hold, before they are kept.
+        """
         self.ledger, self.cache, self.hybrid = ledger, cache, hybrid
+        self.drafted, self.settle = drafted, settle
         self.max_batch, self.chunk = max_batch, chunk
         self.waiting: deque[Row] = deque()
         self.rows: list[Row] = []
@@ -60,7 +76,8 @@ class Scheduler:
             elif count := self._chunk(row, budget):
                 budget -= count
                 chunks.append((row, count))
-        batches = [Batch(ready, [1] * len(ready), decode=True)] if ready else []
+        rooms = [self._room(row) for row in ready]
+        batches = [Batch(ready, [1] * len(ready), decode=True, rooms=rooms)] if ready else []
         return batches + _grouped(chunks)
 
     def _chunk(self, row: Row, budget: int) -> int:
@@ -82,6 +99,18 @@ class Scheduler:
                 if youngest is row:
                     return False
         return True
+
+    def _room(self, row: Row) -> int:
+        """How many tokens may be drafted for a row: what pages can be had for without sending another row back; none
+        for its last one.
+        """
+        wanted = self.drafted if row.left > 1 else 0
+        while len(row.pages) * PAGE <= row.filled + wanted:
+            page = self._page()
+            if page is None:
+                break
+            row.pages.append(page)
+        return min(wanted, len(row.pages) * PAGE - row.filled - 1)
 
     def _page(self) -> int | None:
         """A page nobody owns, taken from the cache where there is no other."""
@@ -158,7 +187,7 @@ class Scheduler:
         self.cache.hit(match)
         if snapshot is not None:
             self.cache.snapshots.restore(snapshot, row.slot, row.pages[whole])
-        row.filled, row.last = match.length, snapshot
+        row.filled, row.last, row.entered = match.length, snapshot, max(1, match.length)
         row.cuts = self._cuts(row, match)
         at = -1 if snapshot is None else snapshot.length
         row.report = row.report or Report(row.length, match.paged, at, match.length, match.reason)
@@ -191,6 +220,13 @@ class Scheduler:
             if (kind := row.cuts.pop(row.filled, None)) is not None:
                 row.last = self.cache.remember(node, (), row.slot, None, kind, row.last)
 
+    def confirm(self, row: Row, count: int, slot: int) -> None:
+        """`count` tokens that a row was fed stand; the state after them is in `slot`; spare pages are given back."""
+        row.filled += count
+        row.slot = slot
+        while len(row.pages) > pages_for(row.filled + 1):
+            self.ledger.pages.release(row.pages.pop())
+
     def fork(self, row: Row) -> list[Row]:
         """Give the followers of a row, whose prompt is now in memory, the same: whole pages shared, the rest copied.
         Those that get no page go back to wait. Returns the others.
@@ -208,7 +244,7 @@ class Scheduler:
                 self.ledger.pages.share(shared)
             twin.pages, twin.slot = [*row.pages[:whole], page], self._slot()
             self.ledger.memory.copy_slot(row.slot, twin.slot)
-            twin.filled, twin.last, twin.chain = row.filled, row.last, list(row.chain)
+            twin.filled, twin.last, twin.chain, twin.entered = row.filled, row.last, list(row.chain), row.entered
             twin.report = Report(row.filled, row.filled, -1, row.filled, "")
             placed.append(twin)
         row.followers = []
@@ -221,6 +257,8 @@ class Scheduler:
         """Hand what a row has computed to the cache, with its state at the exact end."""
         if self.cache is None or not row.filled:
             return None
+        if self.settle is not None:
+            self.settle(row)
         node = self._publish(row)
         whole, tail = divmod(row.filled, PAGE)
         page = row.pages[whole] if tail else None
@@ -256,7 +294,7 @@ class Scheduler:
             self.ledger.pages.release(page)
         if row.placed:
             self.ledger.slots.release(row.slot)
-        row.pages, row.slot, row.filled, row.cuts = [], -1, 0, {}
+        row.pages, row.slot, row.filled, row.cuts, row.entered = [], -1, 0, {}, 1
 
     def check(self) -> None:
         """Conservation: every page and slot is free or has exactly the owners that can be named."""

@@ -32,9 +32,9 @@ def stream_key(seed: int, stream: str) -> tuple[int, int]:
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
 
-def uniforms(keys: np.ndarray, positions: np.ndarray, purpose: int = 0) -> np.ndarray:
-    """One double in [0, 1) per row from 53 bits. keys: [B, 2] from `stream_key`; positions: [B]; purpose separates
-    uses.
+def uniforms(keys: np.ndarray, positions: np.ndarray, purpose: int | np.ndarray = 0) -> np.ndarray:
+    """One double in [0, 1) per row from 53 bits. keys: [B, 2] from `stream_key`; positions: [B]; purpose, one or [B],
+    separates uses.
     """
     counter = np.zeros((len(positions), 4), np.uint64)
     counter[:, 0] = positions

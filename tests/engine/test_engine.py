@@ -98,7 +98,7 @@ def test_equal_prompts_computed_once_give_what_separate_ones_give(kind):
 def test_equal_prompts_really_are_computed_once(monkeypatch):
     m, fed = tiny.model(), []
     forward = Model.forward
-    monkeypatch.setattr(Model, "forward", lambda self, t, *a: fed.append(tuple(t.shape)) or forward(self, t, *a))
+    monkeypatch.setattr(Model, "forward", lambda self, t, *a, **k: fed.append(tuple(t.shape)) or forward(self, t, *a))
     run(m, *[request(f"r{i}", 7, 2) for i in range(5)], native=False)
     assert fed == [(1, 7), (5, 1)]
 
@@ -132,7 +132,7 @@ def test_a_held_state_is_really_used_and_only_by_requests_that_extend_it(monkeyp
     first = request(hold=True)
     engine.submit(first)
     (done,) = engine.run()
-    monkeypatch.setattr(Model, "forward", lambda self, t, *a: fed.append(t.shape[1]) or forward(self, t, *a))
+    monkeypatch.setattr(Model, "forward", lambda self, t, *a, **k: fed.append(t.shape[1]) or forward(self, t, *a))
     r = next_turn(first, done, 5, hold=True)
     engine.submit(r)
     engine.run()
