@@ -1,8 +1,8 @@
 """Features of a frozen target on disk: computed once, read in every epoch.
 
     store.json                  settings, and the shards so far: written after each, so that a killed capture goes on
-    shard-00000.safetensors     lengths_R, tokens_N, mask_N and vectors_NF, the taps side by side with tap L at the end
-                                if it is none of them; for fp8 also scales_NK, one for each D values of a row
+    shard-00000.safetensors     lengths_R, tokens_N, mask_N, lse_N and vectors_NF, the taps side by side with tap L at
+                                the end if it is none of them; for fp8 also scales_NK, one for each D values of a row
 
 Rows are the answers' rows (`answers.Row`), read whole by the target, so that a row cut into windows later still has the
 features of its full context. Rows lie in order of length; `windows` shuffles.
@@ -28,6 +28,7 @@ from torch import Tensor
 from nonet.draft.answers import Answer, Row
 from nonet.model import Model
 from nonet.model.taps import Taps, checked_taps
+from nonet.ops.overlap_blocks import Head, log_total
 from nonet.progress import progress
 from nonet.run import write_atomic
 from nonet.types import UserError
@@ -41,10 +42,14 @@ INDEX = "store.json"
 
 @dataclass(frozen=True)
 class Stored:
-    """One row: tokens_T int64, mask_T bool (the answer's own tokens), features_TF and hidden_TD float32."""
+    """One row: tokens_T int64, mask_T bool (the answer's own tokens), features_TF and hidden_TD float32.
+
+    lse_T: logsumexp of the target's logits where the next token is an answer's, 0 elsewhere; of hidden_TD as stored.
+    """
 
     tokens_T: Tensor
     mask_T: Tensor
+    lse_T: Tensor
     features_TF: Tensor
     hidden_TD: Tensor
 
@@ -61,7 +66,7 @@ def bytes_of(tokens: int, width: int, taps: Sequence[int], layers: int, kind: Ki
     """What a store of so many tokens takes on disk."""
     vectors = len(taps) + (layers not in taps)
     scales = 4 * vectors if kind == "fp8" else 0
-    return tokens * (vectors * width * _BYTES[kind] + scales + 5)  # a token's id and mask
+    return tokens * (vectors * width * _BYTES[kind] + scales + 9)  # a token's id, mask and logsumexp
 
 
 def check_room(needed: int, folder: Path) -> None:
@@ -79,11 +84,19 @@ def check_room(needed: int, folder: Path) -> None:
 
 
 def capture(
-    model: Model, rows: Sequence[Row], folder: Path, taps: Sequence[int], kind: Kind, target: str, batch: int = 4096
+    model: Model,
+    rows: Sequence[Row],
+    folder: Path,
+    taps: Sequence[int],
+    kind: Kind,
+    target: str,
+    batch: int = 4096,
+    bf16: bool = False,
 ) -> FeatureStore:
     """Run the frozen target over every row and keep what `taps` see; continues where a killed capture stopped.
 
-    batch: tokens of one forward, padding included. target: fingerprint, checked by who reads.
+    batch: tokens of one forward, padding included. bf16: matrix products in bfloat16. target: fingerprint, checked by
+    who reads.
     """
     if kind not in get_args(Kind):
         raise UserError(f"kind = {kind!r}: must be one of {', '.join(get_args(Kind))}")
@@ -93,7 +106,7 @@ def capture(
     ordered = sorted(rows, key=lambda r: len(r.tokens))
     settings = {
         **{"target": target, "taps": list(taps), "layers": config.layers, "width": config.d_model, "kind": kind},
-        **{"rows": len(rows), "tokens": sum(len(r.tokens) for r in rows), "content": _digest(ordered)},
+        **{"rows": len(rows), "tokens": sum(len(r.tokens) for r in rows), "content": _digest(ordered), "bf16": bf16},
     }
     needed = bytes_of(settings["tokens"], config.d_model, taps, config.layers, kind)
     shards = _started(folder, settings)
@@ -105,7 +118,7 @@ def capture(
     with progress(f"features: tokens ({needed / 1e6:.0f} MB)", settings["tokens"], done) as bar:
         for part in _grouped(ordered[begin:], per_shard):
             name = f"shard-{len(shards):05d}.safetensors"
-            save_file(_shard(model, part, taps, kind, batch), folder / f".{name}")
+            save_file(_shard(model, part, taps, kind, batch, bf16), folder / f".{name}")
             (folder / f".{name}").rename(folder / name)
             shards.append({"file": name, "rows": len(part)})
             write_atomic(folder / INDEX, json.dumps({**settings, "shards": shards}, indent=1))
@@ -168,16 +181,36 @@ def _padded_groups(rows: Sequence[Row], tokens: int) -> Iterator[list[Row]]:
 
 
 @torch.inference_mode()
-def _shard(model: Model, rows: Sequence[Row], taps: Sequence[int], kind: Kind, batch: int) -> dict[str, Tensor]:
+def _shard(
+    model: Model, rows: Sequence[Row], taps: Sequence[int], kind: Kind, batch: int, bf16: bool
+) -> dict[str, Tensor]:
+    last, width = model.config.layers, model.config.d_model
+    kept = taps if last in taps else (*taps, last)
     vectors: list[Tensor] = []
-    for group in _padded_groups(rows, batch):
-        vectors += _hidden(model, group, (*taps, *(() if model.config.layers in taps else (model.config.layers,))))
-    out = {
+    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        for group in _padded_groups(rows, batch):
+            vectors += _hidden(model, group, kept)
+    mask_N = torch.cat([mask_of(r) for r in rows])
+    stored = encoded(torch.cat(vectors), width, kind)
+    at = kept.index(last) * width
+    hidden_ND = decoded(stored["vectors_NF"], stored.get("scales_NK"))[:, at : at + width]
+    return {
         "lengths_R": torch.tensor([len(r.tokens) for r in rows]),
         "tokens_N": torch.tensor([t for r in rows for t in r.tokens], dtype=torch.int32),
-        "mask_N": torch.cat([mask_of(r) for r in rows]).to(torch.uint8),
+        "mask_N": mask_N.to(torch.uint8),
+        "lse_N": _totals(model, hidden_ND, mask_N),
+        **stored,
     }
-    return out | encoded(torch.cat(vectors), model.config.d_model, kind)
+
+
+def _totals(model: Model, hidden_ND: Tensor, mask_N: Tensor) -> Tensor:
+    """Before an answer's tokens the logsumexp of the target's logits, elsewhere 0; no row begins with an answer."""
+    weight = model.lm_head.weight
+    before = (mask_N.nonzero()[:, 0] - 1).clamp(min=0)
+    lse_N = torch.zeros(len(mask_N))
+    normed = model.norm(hidden_ND[before].to(weight.dtype))
+    lse_N[before] = log_total(Head(normed, weight)).float()
+    return lse_N
 
 
 def _hidden(model: Model, rows: Sequence[Row], taps: Sequence[int]) -> list[Tensor]:
@@ -277,4 +310,5 @@ class FeatureStore:
         tapped = len(self.taps) * self.width
         tokens_T, mask_T = f.get_slice("tokens_N")[cut].long(), f.get_slice("mask_N")[cut].bool()
         at = self.taps.index(self.settings["layers"]) * self.width if not self._own_hidden else tapped
-        return Stored(tokens_T, mask_T, vectors_TF[:, :tapped], vectors_TF[:, at : at + self.width])
+        lse_T = f.get_slice("lse_N")[cut]
+        return Stored(tokens_T, mask_T, lse_T, vectors_TF[:, :tapped], vectors_TF[:, at : at + self.width])

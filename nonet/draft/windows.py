@@ -75,6 +75,7 @@ class Windows:
             torch.cat([r.hidden_TD for r in rows]).unsqueeze(0),
             torch.cat([r.mask_T for r in rows]).unsqueeze(0),
             starts=[0, *ends[:-1]],
+            lse_BT=torch.cat([r.lse_T for r in rows]).unsqueeze(0),
         )
 
 

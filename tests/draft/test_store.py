@@ -183,3 +183,24 @@ def test_a_window_that_cannot_be_is_refused(model, tmp_path):
         Windows.of(made, 1, 64)
     with pytest.raises(UserError, match="batch_tokens = 16"):
         Windows.of(made, 32, 16)
+
+
+@pytest.mark.parametrize("kind", ["float32", "fp8"])
+def test_the_stored_logsumexp_is_that_of_the_stored_hidden_state_before_every_answer(model, kind, tmp_path):
+    made = capture(model, rows(), tmp_path, TAPS, kind, "t")
+    for i in range(len(made)):
+        stored = made.row(i)
+        with torch.inference_mode():
+            want = model.logits(stored.hidden_TD).logsumexp(-1)
+        before = stored.mask_T.nonzero()[:, 0] - 1
+        torch.testing.assert_close(stored.lse_T[before], want[before], atol=1e-5, rtol=0)
+        assert int((stored.lse_T != 0).sum()) == len(before)
+
+
+def test_products_in_bfloat16_are_close_and_another_store(model, tmp_path):
+    exact = capture(model, rows(), tmp_path / "a", TAPS, "float32", "t")
+    fast = capture(model, rows(), tmp_path / "b", TAPS, "float32", "t", bf16=True)
+    a, b = (torch.cat([s.row(i).hidden_TD for i in range(len(s))]) for s in (exact, fast))
+    assert 0 < float((a - b).norm() / a.norm()) < 0.02
+    with pytest.raises(UserError, match="bf16: False -> True"):
+        capture(model, rows(), tmp_path / "a", TAPS, "float32", "t", bf16=True)
