@@ -28,8 +28,9 @@ static void convolve(float *x, const float *by_tap, const float *tail, float *ne
 
 /* NN vectors of columns of the delta rule. Reading S with q in the pass that reads it with k leaves one pass that
    writes: d = beta (v - S^T (a o k)), o = S^T (a o q) + (q . k) d, next = a o S + k d^T, which may lie where S does. */
-static INLINE void delta_band(const int NN, const float *S, float *next, I K, I i, const float *a, const float *ka,
-                              const float *qa, const float *k, float qk, const float *v, float beta, float *o) {
+static INLINE void delta_band(const int NN, const float *S, float *next, const float *soon, I K, I i, const float *a,
+                              const float *ka, const float *qa, const float *k, float qk, const float *v, float beta,
+                              float *o) {
   V read[NN], out[NN];
 #pragma GCC unroll 4
   for (int n = 0; n < NN; n++) read[n] = out[n] = (V){0};
@@ -49,21 +50,22 @@ static INLINE void delta_band(const int NN, const float *S, float *next, I K, I 
 #pragma GCC unroll 4
     for (int n = 0; n < NN; n++) {
       const float *s = S + j * K;
+      if (soon) __builtin_prefetch(soon + j * K + i + n * LANES, 0, 2);
       if (NN > 1) store(next + j * K + i + n * LANES, a[j] * load(s + i + n * LANES) + k[j] * read[n]);
       else put(next + j * K, i, K, a[j] * at(s, i, K) + k[j] * read[n]);
     }
 }
 
 static void delta(const float *q, const float *k, const float *v, const float *g, float beta, const float *S,
-                  float *next, float *o, I K) {
+                  float *next, const float *soon, float *o, I K) {
   float a[K], ka[K], qa[K];
   MAP(K, g, a, vexp(e));
   MAP(K, k, ka, e * at(a, i_, n_));
   MAP(K, q, qa, e * at(a, i_, n_));
   const float qk = dot(q, k, K);
   I i = 0;
-  for (; i + 4 * LANES <= K; i += 4 * LANES) delta_band(4, S, next, K, i, a, ka, qa, k, qk, v, beta, o);
-  for (; i < K; i += LANES) delta_band(1, S, next, K, i, a, ka, qa, k, qk, v, beta, o);
+  for (; i + 4 * LANES <= K; i += 4 * LANES) delta_band(4, S, next, soon, K, i, a, ka, qa, k, qk, v, beta, o);
+  for (; i < K; i += LANES) delta_band(1, S, next, soon, K, i, a, ka, qa, k, qk, v, beta, o);
 }
 
 static void l2_normalise(float *x, I K, float scale) {
@@ -84,12 +86,17 @@ typedef struct {
   float *q, *k, *v, *g, *gate, *beta;
 } Delta;
 
-/* Head j of row r; its gated output replaces the gate. taps: of q, k and v, by tap. */
-static void kda_head(const Work *w, const Layer *l, const Delta *p, I r, I j, const float *taps) {
+/* The state that row r starts head j from. */
+static const float *state_before(const Work *w, const Layer *l, I r, I j) {
+  return l->pool + (w->row[r].before * w->m->H + j) * w->m->KK * w->m->KK;
+}
+
+/* Head j of row r; its gated output replaces the gate. taps: of q, k and v, by tap; soon: the state wanted next. */
+static void kda_head(const Work *w, const Layer *l, const Delta *p, I r, I j, const float *taps, const float *soon) {
   const Model *m = w->m;
   const I K = m->KK, C = m->H * K, past = m->kernel - 1, i = r * C + j * K;
   const I before = w->row[r].before, after = w->row[r].after;
-  const float *tail = l->pool2 + before * past * 3 * C + j * K, *S = l->pool + (before * m->H + j) * K * K;
+  const float *tail = l->pool2 + before * past * 3 * C + j * K, *S = state_before(w, l, r, j);
   float *next = l->pool2 + after * past * 3 * C + j * K, o[K], *gate = p->gate + i;
   convolve(p->q + i, taps, tail, next, 3 * C, K, m->kernel);
   convolve(p->k + i, taps + m->kernel * K, tail + C, next + C, 3 * C, K, m->kernel);
@@ -98,7 +105,7 @@ static void kda_head(const Work *w, const Layer *l, const Delta *p, I r, I j, co
   l2_normalise(p->q + i, K, 1.0f / sqrtf(K));
   l2_normalise(p->k + i, K, 1.0f);
   const float beta = 1.0f / (1.0f + expf(-p->beta[r * m->H + j]));
-  delta(p->q + i, p->k + i, p->v + i, p->g + i, beta, S, l->pool + (after * m->H + j) * K * K, o, K);
+  delta(p->q + i, p->k + i, p->v + i, p->g + i, beta, S, l->pool + (after * m->H + j) * K * K, soon, o, K);
   rmsnorm(o, l->o_norm, o, K, m->eps);
   MAP(K, gate, gate, vsigmoid(e) * at(o, i_, n_));
 }
@@ -130,7 +137,7 @@ static void kda(const Work *w, const Layer *l, const float *h, float *y) {
       turn(l->v_conv + at, K, m->kernel, w->own + 2 * m->kernel * K);
       turned = j;
     }
-    kda_head(w, l, &p, i % rows, j, w->own);
+    kda_head(w, l, &p, i % rows, j, w->own, i + 1 < to ? state_before(w, l, (i + 1) % rows, (i + 1) / rows) : 0);
   }
   meet(t);
   linear(t, weight(m, l->o, 0, D, C), p.gate, rows, y);
