@@ -5,12 +5,16 @@ for comfort. A program is a pure function of its seed and of what the engine ans
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
+import pytest
 import tiny
+import torch
 
 from nonet.engine import Engine
+from nonet.engine.drafter import Drafter
 from nonet.model import Model
 from nonet.types import Completion, Request, Sampling
 
@@ -23,6 +27,10 @@ SAMPLINGS = (
     Sampling(1.2, top_p=0.9, min_p=0.02, seed=3),
     Sampling(1.0, seed=4, presence_penalty=0.5, frequency_penalty=0.3, repetition_penalty=1.2, logit_bias=((5, 1.5),)),
 )
+TWO = dict(layers=2, mixers=("kda", "mla"))
+# The experts of these tests are loud: float32 alone is worth 2.5e-5 there.
+EXACT = dict(dtype=torch.float64)
+MODELS = {"hybrid": ("hybrid", TWO), "gqa": ("gqa", {}), "k3": ("k3", EXACT), "kimi_linear": ("kimi_linear", EXACT)}
 TIGHT = dict(pages=10, chunk=24, max_batch=4, snapshots=5, cache_bytes=1 << 14)
 
 
@@ -135,9 +143,44 @@ class Program:
             self.done[c.id] = joined([*self.parts.get(c.id, []), c])
 
 
+def check(
+    kind: str,
+    seed: int,
+    deterministic: bool,
+    drafter: Callable[[Model], Drafter] | None = None,
+    same: Callable[[Request], bool] = lambda request: True,
+) -> Counter[str]:
+    """One program; completions of requests that are to be the `same` must be those of requests alone, without a
+    drafter. Returns what it went through.
+    """
+    base, over = MODELS[kind]
+    made, versions = tiny.model(base, **{**SMALL, **over}), weights(base, **over)
+    engine = Engine(made, deterministic=deterministic, drafter=drafter and drafter(made), **TIGHT)
+    program = Program(engine, versions, seed)
+    for _ in program.run():
+        engine.scheduler.check()
+    found = {k: int(v) for k, v in engine.figures().items()}
+    expected = alone(tiny.model(base, **{**SMALL, **over}), versions, program, deterministic)
+    assert program.done.keys() | program.aborted.keys() == program.asked.keys()
+    for name, c in program.done.items():
+        if same(program.asked[name]):
+            agree(c, expected[name], 0 if deterministic else 1e-5)
+    for name, c in program.aborted.items():
+        if same(program.asked[name]):
+            assert c.tokens == expected[name].tokens[: len(c.tokens)], f"seed {seed}: {name}, aborted"
+    return Counter(found)
+
+
+def agree(c: Completion, expected: Completion, bound: float) -> None:
+    assert (c.tokens, c.finish_reason) == (expected.tokens, expected.finish_reason), c.id
+    assert c.logprobs == pytest.approx(expected.logprobs, abs=bound, rel=0), c.id
+    assert c.raw_logprobs == pytest.approx(expected.raw_logprobs, abs=bound, rel=0), c.id
+
+
 def joined(pieces: list[Completion]) -> Completion:
-    sums = {f: tuple(x for p in pieces for x in getattr(p, f)) for f in ("tokens", "logprobs", "raw_logprobs")}
-    return replace(pieces[-1], **sums, cached_tokens=0)
+    names = ("tokens", "logprobs", "raw_logprobs")
+    sums = {name: tuple(x for p in pieces for x in getattr(p, name)) for name in names}
+    return replace(pieces[-1], **sums, cached_tokens=0, drafted_tokens=0, accepted_tokens=0)
 
 
 def alone(model: Model, versions: list[dict], program: Program, deterministic: bool) -> dict[str, Completion]:

@@ -1,0 +1,55 @@
+"""Law 5: drafting changes nothing about what is written: greedy and one-hot drafts not a token, sampled ones no
+distribution.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from drafters import Echo
+from engine_programs import VOCAB, check
+
+from nonet.engine.lookup import PromptLookup
+from nonet.model import Model
+from nonet.types import Request
+
+
+def run(kind: str, seeds: range, deterministic: bool, **over) -> None:
+    through: Counter[str] = Counter()
+    for seed in seeds:
+        through += check(kind, seed, deterministic, **over)
+    assert through["tokens_cached_total"] and through["preemptions_total"], "the programs test nothing"
+    assert through["draft_accepted_total"] and through["draft_accepted_total"] < through["draft_proposed_total"]
+
+
+@pytest.mark.parametrize("first", range(1000, 1040, 10))
+def test_deterministic_programs_with_a_drafter_are_bitwise_what_requests_alone_write(first):
+    """Right, wrong and partly right one-hot drafts, at every temperature; the drafter checks what it is told."""
+    run("hybrid", range(first, first + 10), True, drafter=Echo)
+
+
+@pytest.mark.parametrize(("kind", "first"), [("hybrid", 1100), ("hybrid", 1120), ("hybrid", 1140), ("gqa", 1160),
+                                             ("gqa", 1180), ("k3", 1200), ("kimi_linear", 1220)])  # fmt: skip
+def test_fast_programs_with_a_drafter_have_the_same_tokens(kind, first):
+    run(kind, range(first, first + 20), False, drafter=Echo)
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "gqa"])
+def test_programs_with_prompt_lookup_have_the_same_tokens(kind):
+    run(kind, range(1300, 1310), False, drafter=lambda _: PromptLookup(shortest=1))
+
+
+def sampled(model: Model) -> Echo:
+    """Draws from a pruned vocabulary that is in no order."""
+    return Echo(model, sampled=True, vocabulary_V=torch.randperm(VOCAB, generator=torch.manual_seed(3))[:40])
+
+
+def greedy(request: Request) -> bool:
+    return request.sampling.temperature == 0
+
+
+@pytest.mark.parametrize("first", range(1400, 1420, 10))
+def test_sampled_drafts_leave_greedy_requests_as_they_are_among_others(first):
+    run("hybrid", range(first, first + 10), False, drafter=sampled, same=greedy)
