@@ -7,11 +7,10 @@ from typing import Any
 import tiny
 import torch
 
-from nonet.draft.batch import FeatureBatch
+from nonet.draft.batch import FeatureBatch, observed
 from nonet.draft.config import eagle3_config, mtp_config
 from nonet.draft.model import Draft, started
 from nonet.model import Model
-from nonet.model.taps import Taps
 
 # name -> (form, kind of target, its settings, the draft's)
 FORMS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
@@ -45,8 +44,5 @@ def read(
     target: Model, taps: tuple[int, ...], ids: torch.Tensor, mask_BT: torch.Tensor | None = None, **more: Any
 ) -> FeatureBatch:
     """What the target thinks of these tokens; every token is an answer unless the mask says otherwise."""
-    found = Taps(taps)
-    with torch.no_grad():
-        hidden = target(ids, taps=found, **more)
     mask = torch.ones_like(ids, dtype=torch.bool) if mask_BT is None else mask_BT
-    return FeatureBatch(ids, found.features_BTF, hidden, mask, **more)
+    return observed(target, taps, ids, mask, **more)

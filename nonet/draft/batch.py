@@ -14,7 +14,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from nonet.model import Model
 from nonet.model.span import Documents
+from nonet.model.taps import Taps
 from nonet.types import UserError
 
 
@@ -81,3 +83,18 @@ class FeatureBatch:
 
     def to(self, dtype: torch.dtype) -> FeatureBatch:
         return replace(self, features_BTF=self.features_BTF.to(dtype), hidden_BTD=self.hidden_BTD.to(dtype))
+
+
+@torch.no_grad()
+def observed(
+    target: Model,
+    taps: Sequence[int],
+    tokens_BT: Tensor,
+    mask_BT: Tensor,
+    counts_B: Tensor | None = None,
+    starts: Sequence[int] | None = None,
+) -> FeatureBatch:
+    """Run the frozen target over these rows now (online features), instead of reading what it thought from a store."""
+    found = Taps(taps)
+    hidden_BTD = target(tokens_BT, counts_B=counts_B, starts=starts, taps=found)
+    return FeatureBatch(tokens_BT, found.features_BTF, hidden_BTD, mask_BT, counts_B, starts)

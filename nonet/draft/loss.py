@@ -17,7 +17,7 @@ from nonet.draft.batch import FeatureBatch
 from nonet.draft.model import Draft
 from nonet.draft.unroll import unrolled
 from nonet.model import Model
-from nonet.ops.overlap import DraftLoss, overlap
+from nonet.ops.overlap import overlap
 from nonet.ops.overlap_blocks import Head, log_total
 from nonet.ops.overlap_rules import Kind
 
@@ -69,37 +69,34 @@ class Told:
     alpha_BTK: Tensor
 
 
-def told(draft: Draft, teacher: Teacher, batch: FeatureBatch, steps: int, objective: Objective) -> Told:
+def weight_of(batch: FeatureBatch, steps: int, objective: Objective) -> float:
+    """Sum of the weights of a batch's predictions."""
+    last = min(steps, batch.tokens_BT.shape[1] - 1)
+    return sum(objective.weight(step) * int(batch.predicted(step).sum()) for step in range(1, last + 1))
+
+
+def told(
+    draft: Draft, teacher: Teacher, batch: FeatureBatch, steps: int, objective: Objective, bf16: bool = False
+) -> Told:
+    """bf16: matrix products in bfloat16, on the CPU."""
     B, T = batch.tokens_BT.shape
-    hidden, places, weights = [], [], []
     alpha_BTK = batch.hidden_BTD.new_full((B, T, steps), torch.nan, dtype=torch.float32)
-    where: list[Tensor] = []
-    for step, out_BRD in enumerate(unrolled(draft, batch, steps), 1):
-        chosen_BR = batch.predicted(step)
-        rows_N, times_N = chosen_BR.nonzero(as_tuple=True)
-        hidden.append(out_BRD[chosen_BR])
-        places.append(rows_N * T + times_N + step)
-        weights.append(torch.full((len(rows_N),), objective.weight(step)))
-        where.append(torch.stack([rows_N, times_N, torch.full_like(rows_N, step - 1)]))
-    if not hidden or not sum(map(len, places)):
+    hidden, at, weights = [], [], []
+    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        for step, out_BRD in enumerate(unrolled(draft, batch, steps), 1):
+            row_N, time_N = batch.predicted(step).nonzero(as_tuple=True)
+            hidden.append(out_BRD[row_N, time_N])
+            at.append(torch.stack([row_N, time_N, torch.full_like(row_N, step - 1)]))
+            weights.append(torch.full((len(row_N),), objective.weight(step)))
+    if not sum(map(len, weights)):
         return Told(None, alpha_BTK)
-    found = _overlap(draft, teacher, batch, torch.cat(hidden), torch.cat(places), torch.cat(weights), objective)
-    alpha_BTK[tuple(torch.cat(where, 1))] = found.alpha_T.float()
-    return Told(found.mean, alpha_BTK)
-
-
-def _overlap(
-    draft: Draft,
-    teacher: Teacher,
-    batch: FeatureBatch,
-    hidden_ND: Tensor,
-    places_N: Tensor,
-    weights_N: Tensor,
-    objective: Objective,
-) -> DraftLoss:
-    own = Head(draft.final_norm(hidden_ND), draft.head() if draft.config.form == "eagle3" else teacher.words_WD)
+    row_N, time_N, index_N = torch.cat(at, 1)
+    own = Head(draft.final_norm(torch.cat(hidden)), draft.lm_head.weight if draft.own_head else teacher.words_WD)
+    theirs = teacher.head(batch, row_N * T + time_N + index_N + 1)
     o = objective
-    return overlap(own, teacher.head(batch, places_N), None, weights_N, kind=o.kind, eta=o.eta, fallback=o.fallback)
+    found = overlap(own, theirs, None, torch.cat(weights), kind=o.kind, eta=o.eta, fallback=o.fallback)
+    alpha_BTK[row_N, time_N, index_N] = found.alpha_T.float()
+    return Told(found.mean, alpha_BTK)
 
 
 @dataclass

@@ -122,6 +122,11 @@ class Draft(nn.Module):
         return F.linear(self.final_norm(out), self.head())
 
     @property
+    def own_head(self) -> bool:
+        """Whether its head is trained, or the target's."""
+        return self.config.form == "eagle3"
+
+    @property
     def final_norm(self) -> RMSNorm:
         norm = self.mtp.norm if self.config.form == "mtp" else self.norm
         assert isinstance(norm, RMSNorm)
@@ -129,7 +134,7 @@ class Draft(nn.Module):
 
     def head(self) -> Tensor:
         """weight_WD: its own, or the target's rows of its vocabulary (a copy where that is pruned)."""
-        if self.config.form == "eagle3":
+        if self.own_head:
             return self.lm_head.weight
         weight = self.target.lm_head.weight.detach()
         return weight if self.d2t_W is None else weight[self.d2t_W]
