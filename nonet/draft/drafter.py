@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from nonet.draft.cache import enter, features_before, keep_features, pools
 from nonet.draft.model import Draft
 from nonet.engine.drafter import Choice, Pairs, Proposal
-from nonet.model.state import Memory
+from nonet.model.state import Memory, SequenceState
 
 
 class TorchDrafter:
@@ -42,17 +42,28 @@ class TorchDrafter:
         steps = min(most, self.steps)
         drawn = self.sampled and bool((choice.rows.temperature > 0).any())
         state, tokens, q = replace(pairs.state, lengths_B=pairs.state.lengths_B + pairs.counts_B), [], []
-        out_BD = self._entered(pairs)
+        logits_BW, out_BD = self._first(pairs)
         for k in range(steps):
-            logits_BW = F.linear(self.draft.final_norm(out_BD), self._head_WD)
             index_B, q_BW = choice.pick(logits_BW, k) if drawn else (logits_BW.argmax(-1), None)
             tokens.append(index_B if self.draft.d2t_W is None else self.draft.d2t_W[index_B])
             q.append(q_BW)
             if k < steps - 1:
-                recycled_B1D = self.draft.recycled(out_BD).unsqueeze(1)
-                out_BD = enter(self.draft, tokens[-1].unsqueeze(1), recycled_B1D, state, None)[:, 0]
+                logits_BW, out_BD = self._next(tokens[-1], self.draft.recycled(out_BD), state)
         counts_B = torch.full_like(pairs.counts_B, steps)
         return Proposal(torch.stack(tokens, 1), counts_B, torch.stack(q, 1) if drawn else None, self.draft.d2t_W)
+
+    def _first(self, pairs: Pairs) -> tuple[Tensor, Tensor]:
+        """Enter the pairs; logits_BW and out_BD of each row's last."""
+        out_BD = self._entered(pairs)
+        return self._logits(out_BD), out_BD
+
+    def _next(self, tokens_B: Tensor, recycled_BD: Tensor, state: SequenceState) -> tuple[Tensor, Tensor]:
+        """Enter a recycled pair a row at lengths_B, which moves behind it; logits_BW and out_BD."""
+        out_BD = enter(self.draft, tokens_B.unsqueeze(1), recycled_BD.unsqueeze(1), state, None)[:, 0]
+        return self._logits(out_BD), out_BD
+
+    def _logits(self, out_BD: Tensor) -> Tensor:
+        return F.linear(self.draft.final_norm(out_BD), self._head_WD)
 
     def _entered(self, pairs: Pairs) -> Tensor:
         """Enter the pairs; out_BD of each row's last. The rows' own lengths stand still."""

@@ -17,13 +17,12 @@ from torch import Tensor
 
 from nonet import native
 from nonet.model.model import Model
-from nonet.model.native_layers import describe, describe_block, known
+from nonet.model.native_layers import at, copies_of, describe, describe_block, known
 from nonet.model.native_stack import Stack
-from nonet.model.native_weights import BITS, Copies, Weights
+from nonet.model.native_weights import BITS, Weights
 from nonet.model.native_weights import known as known_weights
 from nonet.model.state import SequenceState
 from nonet.model.taps import Taps
-from nonet.quant.formats import Rule
 
 
 class NativeDecoder:
@@ -93,10 +92,9 @@ class NativeDecoder:
         if addresses == self._addresses:
             return
         self._addresses = addresses
-        quant = self.model.config.quant
-        rule: Rule = "even" if quant is None else quant.rule
-        # Experts trained on the MXFP4 grid lose nothing in it, so they are kept in it wherever copies are kept.
-        exact = quant is not None and quant.routed_expert_weights == "mxfp4" and self.weights != "float32"
-        self._copies = Copies(self.weights, rule), Copies("mxfp4" if exact else self.weights, rule)
+        self._copies = copies_of(self.model.config, self.weights)
         blocks = [describe_block(block, *self._copies) for block in self.model.layers]
-        self.stack.describe(describe(self.model, *self._copies), blocks)
+        model, site = self.model, self.model.output_attn_res
+        ends = {} if site is None else {"mix": at(site.proj), "mix_norm": at(site.norm)}
+        weights = model.norm, model.lm_head.weight, *self._copies
+        self.stack.describe(describe(model.config, len(blocks), *weights, **ends), blocks)

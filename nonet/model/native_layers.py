@@ -13,9 +13,10 @@ from nonet.model.attention import GQA, MLA
 from nonet.model.config import ModelConfig
 from nonet.model.ffn import FFN
 from nonet.model.kda import KDA
-from nonet.model.model import Block, Model
+from nonet.model.model import Block
 from nonet.model.moe import MoE
-from nonet.model.native_weights import NUMBERS, Copies
+from nonet.model.native_weights import NUMBERS, Copies, Weights
+from nonet.quant.formats import Rule
 
 MOST_CHOSEN = 64  # as in decode_model.h
 _KINDS = {"gqa": 0, "kda": 1, "mla": 2}
@@ -30,14 +31,16 @@ _POINTERS = (
 _SIZES = (
     *("layers", "D", "situ", "W", "H", "residual", "G", "K", "KK", "kernel", "rank", "gate_rank", "softplus"),
     *("q_rank", "R", "nope", "extra", "VD", "E", "top_k", "EF", "L", "renormalise", "input_format", "rule"),
-    *("format", "expert_format"),
+    *("format", "expert_format", "skip", "normed"),
 )
+_ENDS = ("norm", "mix", "mix_norm", "beside_norm", "stream_norm", "head", "join")
+_WHERE = ("lengths", "tables", "slots", "after", "cos", "sin", "tap", "features", "beside")
 _RULES = {"floor": 0, "even": 1, "ceil": 2, "rceil": 3}
 
 
 class LayerAddresses(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_int64) for name in ("kind", "F", "ffn")),
+        *((name, ctypes.c_int64) for name in ("kind", "F", "ffn", "reads")),
         *((name, ctypes.c_void_p) for name in _POINTERS),
     ]
 
@@ -46,14 +49,14 @@ class ModelAddresses(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int64) for name in _SIZES),
         *((name, ctypes.c_float) for name in ("eps", "mla_eps", "b1", "b2", "lower", "scale")),
-        *((name, ctypes.c_void_p) for name in ("norm", "mix", "mix_norm", "head")),
+        *((name, ctypes.c_void_p) for name in _ENDS),
     ]
 
 
 class Rows(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("B", "T", "width", "taps")),
-        *((name, ctypes.c_void_p) for name in ("lengths", "tables", "slots", "after", "cos", "sin", "tap", "features")),
+        *((name, ctypes.c_void_p) for name in _WHERE),
     ]
 
 
@@ -68,11 +71,22 @@ def inputs(c: ModelConfig) -> str:
     return c.quant.routed_expert_inputs if c.quant else "none"
 
 
-def describe(model: Model, copies: Copies, experts: Copies) -> ModelAddresses:
-    """Sizes, norms, head; the layers are described one by one."""
-    c, moe, site = model.config, model.config.moe, model.output_attn_res
-    return ModelAddresses(
-        layers=c.layers, D=c.d_model, situ=c.activation == "situ", W=c.vocab_size, H=c.heads, residual=c.attn_res_block,
+def copies_of(c: ModelConfig, weights: Weights) -> tuple[Copies, Copies]:
+    """Of matrices, and of routed experts: trained on the MXFP4 grid they lose nothing in it, so they are kept in it
+    wherever copies are kept.
+    """
+    rule: Rule = "even" if c.quant is None else c.quant.rule
+    exact = c.quant is not None and c.quant.routed_expert_weights == "mxfp4" and weights != "float32"
+    return Copies(weights, rule), Copies("mxfp4" if exact else weights, rule)
+
+
+def describe(
+    c: ModelConfig, layers: int, norm: nn.Module, head_WD: Tensor, copies: Copies, experts: Copies, **more: int | None
+) -> ModelAddresses:
+    """Sizes, final norm, head; the layers are described one by one. more: further fields, or other values."""
+    moe = c.moe
+    fields = dict(
+        layers=layers, D=c.d_model, situ=c.activation == "situ", W=len(head_WD), H=c.heads, residual=c.attn_res_block,
         G=c.gqa_kv_heads, K=c.gqa_head_dim, KK=c.kda_head_dim, kernel=c.conv_kernel, rank=c.decay_rank,
         gate_rank=c.gate_rank, softplus=c.decay == "softplus", q_rank=c.q_lora_rank, R=c.kv_lora_rank,
         nope=c.qk_nope_head_dim, extra=c.qk_rope_head_dim, VD=c.v_head_dim, E=moe.experts if moe else 0,
@@ -80,22 +94,35 @@ def describe(model: Model, copies: Copies, experts: Copies) -> ModelAddresses:
         renormalise=bool(moe and moe.renormalise), input_format=inputs(c) != "none",
         rule=_RULES[c.quant.rule] if c.quant else 0, format=NUMBERS[copies.weights],
         expert_format=NUMBERS[experts.weights], scale=moe.scale if moe else 1.0, eps=c.norm_eps,
-        mla_eps=MLA.NORM_EPS, b1=c.situ_beta, b2=c.situ_linear_beta, lower=c.gate_lower_bound, norm=at(model.norm),
-        mix=at(site.proj) if site else None, mix_norm=at(site.norm) if site else None,
-        head=copies.at(model.lm_head.weight),
+        mla_eps=MLA.NORM_EPS, b1=c.situ_beta, b2=c.situ_linear_beta, lower=c.gate_lower_bound, norm=at(norm),
+        head=copies.at(head_WD),
     )  # fmt: skip
+    return ModelAddresses(**{**fields, **more})
 
 
 def describe_block(block: nn.Module, copies: Copies, experts: Copies) -> LayerAddresses:
     assert isinstance(block, Block)
-    a, f = block.self_attn, block.mlp
-    out: dict[str, int | None] = {"ln1": at(block.input_layernorm), "ln2": at(block.post_attention_layernorm)}
+    sites: dict[str, int | None] = {}
     if block.self_attention_res is not None and block.mlp_res is not None:
-        out |= {"mix1": at(block.self_attention_res.proj), "mix1_norm": at(block.self_attention_res.norm)}
-        out |= {"mix2": at(block.mlp_res.proj), "mix2_norm": at(block.mlp_res.norm)}
-    out |= _gqa(a, copies) if isinstance(a, GQA) else _kda(a, copies) if isinstance(a, KDA) else _mla(a, copies)
-    out |= _routed(f, copies, experts) if isinstance(f, MoE) else _dense(f, copies)
-    return LayerAddresses(kind=_KINDS[block.mixer], ffn=isinstance(f, MoE), **out)
+        sites |= {"mix1": at(block.self_attention_res.proj), "mix1_norm": at(block.self_attention_res.norm)}
+        sites |= {"mix2": at(block.mlp_res.proj), "mix2_norm": at(block.mlp_res.norm)}
+    norms = {"ln1": at(block.input_layernorm), "ln2": at(block.post_attention_layernorm)}
+    return describe_layer(block.self_attn, block.mlp, copies, experts, **norms, **sites)
+
+
+def describe_layer(
+    mixer: nn.Module, feed_forward: nn.Module, copies: Copies, experts: Copies, **more: int | None
+) -> LayerAddresses:
+    """more: what is neither mixer nor feed-forward."""
+    f, routed = feed_forward, isinstance(feed_forward, MoE)
+    if isinstance(mixer, GQA):
+        kind, parts = "gqa", _gqa(mixer, copies)
+    elif isinstance(mixer, KDA):
+        kind, parts = "kda", _kda(mixer, copies)
+    else:
+        kind, parts = "mla", _mla(mixer, copies)
+    parts |= _routed(f, copies, experts) if isinstance(f, MoE) else _dense(f, copies)
+    return LayerAddresses(kind=_KINDS[kind], ffn=routed, **parts, **more)
 
 
 def _gqa(a: GQA, copies: Copies) -> dict[str, int | None]:
@@ -103,7 +130,8 @@ def _gqa(a: GQA, copies: Copies) -> dict[str, int | None]:
     out: dict[str, int | None] = {name: copies.at(p.weight) for name, p in projections.items()}
     out |= {f"{name}_b": _bias(p) for name, p in projections.items()}
     normed = not isinstance(a.q_norm, nn.Identity)
-    return out | ({"q_norm": at(a.q_norm), "k_norm": at(a.k_norm)} if normed else {})
+    out |= {"q_norm": at(a.q_norm), "k_norm": at(a.k_norm)} if normed else {}
+    return out | {"reads": a.q_proj.in_features}
 
 
 def _kda(a: KDA, copies: Copies) -> dict[str, int | None]:
@@ -112,7 +140,7 @@ def _kda(a: KDA, copies: Copies) -> dict[str, int | None]:
     projections |= {"g_a": a.g_a_proj, "g": a.g_b_proj} if a.low_rank else {"g": a.g_proj}
     out: dict[str, int | None] = {name: copies.at(p.weight) for name, p in projections.items()}
     out |= {"q_conv": at(a.q_conv1d), "k_conv": at(a.k_conv1d), "v_conv": at(a.v_conv1d), "o_norm": at(a.o_norm)}
-    return out | {"dt": a.dt_bias.data_ptr(), "decay": a.A_log.data_ptr()}
+    return out | {"dt": a.dt_bias.data_ptr(), "decay": a.A_log.data_ptr(), "reads": a.q_proj.in_features}
 
 
 def _mla(a: nn.Module, copies: Copies) -> dict[str, int | None]:
@@ -120,7 +148,7 @@ def _mla(a: nn.Module, copies: Copies) -> dict[str, int | None]:
     projections = {"kv_a": a.kv_a_proj_with_mqa, "o": a.o_proj} | ({"g": a.g_proj} if a.gated else {})
     projections |= {"q": a.q_proj} if a.direct else {"q_a": a.q_a_proj, "q_bb": a.q_b_proj}
     out: dict[str, int | None] = {name: copies.at(p.weight) for name, p in projections.items()}
-    out |= {"kv_a_norm": at(a.kv_a_layernorm), "kv_b": at(a.kv_b_proj)}
+    out |= {"kv_a_norm": at(a.kv_a_layernorm), "kv_b": at(a.kv_b_proj), "reads": a.kv_a_proj_with_mqa.in_features}
     return out | ({} if a.direct else {"q_a_norm": at(a.q_a_layernorm)})
 
 

@@ -50,6 +50,8 @@ class Stack:
         rotation: tuple[Tensor, Tensor] | None,
         after_BT: Tensor | None = None,
         taps: Sequence[int] = (),
+        beside_ND: Tensor | None = None,
+        ordered: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Logits [N, W], and features [N, taps, D] where there are taps, of N = B * T rows: T tokens of each sequence
         of a state, which is advanced by them.
@@ -57,6 +59,8 @@ class Stack:
         x_ND: what the first layer reads, overwritten. pools: of each layer; further ones are left alone. rotation: cos
         and signed sin of every row. after_BT: the KDA slot that holds the state after each token (None: the sequence's
         own, overwritten); it may be the slot before it. taps: after how many layers features are taken.
+        beside_ND: the other half of a draft's pairs. ordered: tokens of one sequence are given as sequences of their
+        own, so that no thread may go ahead with later ones.
         """
         (rows, width), threads, layers = x_ND.shape, torch.get_num_threads(), self._layers
         tokens = rows // state.batch
@@ -73,12 +77,16 @@ class Stack:
         turned = () if rotation is None else (rotation[0].contiguous(), rotation[1].contiguous())
         addresses = (state.lengths_B.data_ptr(), table.data_ptr(), slots.data_ptr(), after.data_ptr())
         where = Rows(state.batch, tokens, table.shape[1], len(taps), *addresses, *(t.data_ptr() for t in turned))
+        if beside_ND is not None:
+            where.beside = beside_ND.data_ptr()
         if features_NKD is not None:
             asked = (_I * len(taps))(*taps)
             where.tap, where.features = ctypes.addressof(asked), features_NKD.data_ptr()
         gain = self._gain(state.batch, tokens, longest, threads)
         crowded = time.perf_counter() < self._crowded_until
         together = gain > 0 and not crowded if self.together is None else self.together
+        if ordered and not together:
+            threads = 1
         scratch = self._room(rows, longest, threads, together)
         tensors = (x_ND.data_ptr(), ctypes.addressof(where), logits_NW.data_ptr(), scratch)
         stalls = self._step(ctypes.byref(self._model), layers, *tensors, longest, threads, together)

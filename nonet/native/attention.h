@@ -22,10 +22,10 @@ typedef struct {
 
 static inline const float *page_at(const Paged *p, I l) { return p->pool + p->table[l / PAGE] * p->page; }
 
-/* What `heads` heads read: L positions, keys kn wide, values vn wide. */
+/* What `heads` heads read: L positions but the first `skip` (less than SPAN), keys kn wide, values vn wide. */
 typedef struct {
   Paged keys, values;
-  I heads, L, kn, vn;
+  I heads, L, kn, vn, skip;
   float scale;
 } Sight;
 
@@ -132,6 +132,8 @@ static void attend_span(const Sight *a, const float *q, I qs, I s, float *says, 
     if (apart) fetch(values[l / PAGE], (n - l < PAGE ? n - l : PAGE) * a->values.row);
     product(FLOAT32, q, qs, a->heads, keys, 4 * a->keys.row, 0, a->kn, w + l, SPAN, 0, PAGE, 0);
   }
+  for (I h = 0; s == 0 && h < a->heads; h++)
+    for (I l = 0; l < a->skip; l++) w[h * SPAN + l] = -INFINITY;
   for (I h = 0; h < a->heads; h++)
     weigh(w + h * SPAN, n, a->scale, says + h * R + a->vn, says + h * R + a->vn + 1);
   mix(a->heads, w, SPAN, values, n, a->values.row, a->vn, says, R, later);

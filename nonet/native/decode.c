@@ -79,18 +79,40 @@ static float *tapped(const Work *w, I layers) {
   return 0;
 }
 
+/* h[rows][2 D] = [norm of what lies beside; norm of the running sum]: the pairs of a draft. They are joined to the sum
+   that its block starts from (an MTP layer), or are themselves what its layer reads (EAGLE-3's). */
+static void pair(const Work *w, const Stream *s, float *h, float *y) {
+  const Model *m = w->m;
+  const I D = m->D;
+  for (I r = s->from; r < s->to; r++) {
+    float *x = h + 2 * r * D, *sum = s->current + r * D;
+    rmsnorm(w->where->beside + (w->first + r) * D, m->beside_norm, x, D, m->eps);
+    rmsnorm(sum, m->stream_norm, x + D, D, m->eps);
+    if (m->normed) memcpy(sum, x + D, D * sizeof(float));
+  }
+  if (!m->join) return;
+  meet(&w->team);
+  linear(&w->team, weight(m, m->join, 0, D, 2 * D), h, w->rows, y);
+  meet(&w->team);
+  memcpy(s->current + s->from * D, y + s->from * D, (s->to - s->from) * D * sizeof(float));
+}
+
+/* How many times D a mixer reads at most. */
+static I parts(const Model *m) { return m->beside_norm ? 2 : 1; }
+
 /* Carry w->rows rows from x through every layer to their logits. */
 static void carry(Work w, const Layer *layers, float *x, float *logits) {
   const Model *m = w.m;
   const Team *t = &w.team;
   const I D = m->D, R = w.rows, J = sources(m), apart = w.where->taps * D;
-  float *h = w.shared, *y = h + R * D, *banks = y + R * D, *inverse = banks + J * R * D;
+  float *h = w.shared, *y = h + R * D * parts(m), *banks = y + R * D, *inverse = banks + J * R * D;
   Stream s = {R, D, 0, 0, 0, 0, x, banks, inverse, m->eps};
   share(t, R, 1, &s.from, &s.to);
   w.shared = inverse + (J * R + LANES) / LANES * LANES;
+  if (m->beside_norm) pair(&w, &s, h, y);
   for (I i = 0; i < m->layers; i++) {
     const Layer *l = layers + i;
-    read(&s, l->mix1, l->mix1_norm, l->ln1, h, w.own, tapped(&w, i), apart);
+    if (l->reads == D) read(&s, l->mix1, l->mix1_norm, l->ln1, h, w.own, tapped(&w, i), apart);
     if (m->residual && i % m->residual == 0) bank(&s);
     meet(t);
     if (l->kind == GQA) gqa(&w, l, h, y);
@@ -119,7 +141,7 @@ static I shared_floats(const Model *m, const Layer *layers, I rows, I longest) {
   const I gqa = 2 * (H + m->G) * m->K + spans(longest) * H * record(m->K);
   const I kda = 5 * H * m->KK + H + m->rank + m->gate_rank;
   const I mla = m->q_rank + H * (m->nope + m->extra + 2 * m->VD + T + m->R) + T + spans(longest) * H * record(m->R);
-  const I stream = 2 * D + sources(m) * (D + 1);
+  const I stream = (1 + parts(m)) * D + sources(m) * (D + 1);
   I most = larger(larger(gqa, kda), mla);
   for (I i = 0; i < m->layers; i++) {
     const I F = layers[i].F;
@@ -137,7 +159,7 @@ static I own_floats(const Model *m, I rows) {
 /* Floats of room for the rows of any product, split: two numbers of 16 bits each. */
 static I room_floats(const Model *m, const Layer *layers, I rows) {
   I widest = larger(larger(m->D, m->H * larger(m->K, larger(m->KK, m->VD))), larger(m->L, m->EF));
-  widest = larger(widest, larger(larger(m->rank, m->gate_rank), m->q_rank));
+  widest = larger(larger(widest, parts(m) * m->D), larger(larger(m->rank, m->gate_rank), m->q_rank));
   for (I i = 0; i < m->layers; i++) widest = larger(widest, layers[i].F);
   return halved(m->format) || halved(m->expert_format) ? rows * (widest + GROUP) : 0;
 }

@@ -20,7 +20,7 @@ static Sight gqa_sight(const Work *w, const Layer *l, I r, I g) {
   const Model *m = w->m;
   const I head = PAGE * m->K, page = m->G * head, *table = w->row[r].table;
   const Paged keys = {l->pool + g * head, table, page, m->K}, values = {l->pool2 + g * head, table, page, m->K};
-  return (Sight){keys, values, m->H / m->G, w->row[r].seen, m->K, m->K, 1.0f / sqrtf(m->K)};
+  return (Sight){keys, values, m->H / m->G, w->row[r].seen, m->K, m->K, m->skip, 1.0f / sqrtf(m->K)};
 }
 
 static Sight mla_sight(const Work *w, const Layer *l, I r, I unused) {
@@ -28,7 +28,7 @@ static Sight mla_sight(const Work *w, const Layer *l, I r, I unused) {
   const Model *m = w->m;
   const I T = m->R + m->extra, L = w->row[r].seen;
   const Paged latents = {l->pool, w->row[r].table, PAGE * T, T};
-  return (Sight){latents, latents, m->H, L, T, m->R, 1.0f / sqrtf(m->nope + m->extra)};
+  return (Sight){latents, latents, m->H, L, T, m->R, m->skip, 1.0f / sqrtf(m->nope + m->extra)};
 }
 
 /* Every span of every group of heads of every row, shared among the team. q[rows][groups][heads][kn]; a row's says are
@@ -90,9 +90,9 @@ static void gqa(const Work *w, const Layer *l, const float *h, float *y) {
   float *q = w->shared, *k = q + rows * H * K, *v = k + rows * G * K, *o = v + rows * G * K, *says = o + rows * H * K;
   I starts[MOST], from, to;
   say_starts(w, H, K, starts);
-  linear(t, weight(m, l->q, l->q_b, H * K, D), h, rows, q);
-  linear(t, weight(m, l->k, l->k_b, G * K, D), h, rows, k);
-  linear(t, weight(m, l->v, l->v_b, G * K, D), h, rows, v);
+  linear(t, weight(m, l->q, l->q_b, H * K, l->reads), h, rows, q);
+  linear(t, weight(m, l->k, l->k_b, G * K, l->reads), h, rows, k);
+  linear(t, weight(m, l->v, l->v_b, G * K, l->reads), h, rows, v);
   meet(t);
   share(t, rows * G, 1, &from, &to);
   for (I i = from; i < to; i++) gqa_enter(w, l, i / G, i % G, q + i * (H / G) * K, k + i * K, v + i * K);

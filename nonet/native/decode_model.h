@@ -10,7 +10,7 @@
 enum { GQA = 0, KDA = 1, MLA = 2, DENSE = 0, ROUTED = 1, MOST = 64, ALONE = 16, MOST_CHOSEN = 64 };
 
 typedef struct {
-  I kind, F, ffn;                                                      /* F: of the dense or shared feed-forward */
+  I kind, F, ffn, reads;          /* F: of the dense or shared feed-forward; reads: width of what q, k and v multiply */
   const float *ln1, *ln2, *gate_b, *up_b, *down_b;                     /* norms and feed-forward */
   const void *gate, *up, *down;
   const void *q, *k, *v, *o;                                           /* gqa; kda uses q, k, v, o */
@@ -32,20 +32,23 @@ typedef struct {
   I q_rank, R, nope, extra, VD;            /* mla: query rank, latent rank, key parts, value width */
   I E, top_k, EF, L, renormalise, input_format, rule; /* experts: how many, chosen, width, what they read; quant.h */
   I format, expert_format;                 /* of what is const void *, w1, w3 and w2 apart; the rest is float32 */
+  I skip, normed;                          /* a draft's: positions without entry; whether its sum starts normed */
   float eps, mla_eps, b1, b2, lower, scale;
-  const float *norm, *mix, *mix_norm;
-  const void *head;
+  const float *norm, *mix, *mix_norm, *beside_norm, *stream_norm; /* the last two a draft's, see decode.c */
+  const void *head, *join;
 } Model;
 
 /* Where B sequences stand that get T tokens each: filled positions, pages (B tables of `width`), KDA slots before the
    first token [B] and after each [B][T]. A row is a token: number b * T + j, behind the others of its sequence.
-   cos, signed sin: [B * T][K] or null. features: [B * T][taps][D], what was there after tap[..] layers. */
+   cos, signed sin: [B * T][K] or null. features: [B * T][taps][D], what was there after tap[..] layers. beside:
+   [B * T][D], the other half of a draft's pairs. */
 typedef struct {
   I B, T, width, taps;
   const I *lengths, *tables, *slots, *after;
   const float *cos, *sin;
   const I *tap;
   float *features;
+  const float *beside;
 } Rows;
 
 /* A row: its sequence's pages; how many positions it sees, its own the last; KDA's slots before and after it. */
