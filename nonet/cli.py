@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from nonet.cli_draft import app as draft
 from nonet.types import UserError
 
 app = typer.Typer(
@@ -18,6 +19,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+
+_ = app.add_typer(draft)
 
 Set = Annotated[list[str] | None, typer.Option("--set", help="Override one value: room.key=value. Repeatable.")]
 Recipes = Annotated[list[str], typer.Argument(help="TOML files, merged left to right.")]

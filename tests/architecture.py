@@ -33,7 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "quant": {"ops"},
     "model": {"ops", "native", "quant"},
     "lm": {"model", "quant", "ops", "chat"},
-    "draft": {"model", "quant", "ops", "lm", "chat", "engine", "tasks"},
+    "draft": {"model", "native", "quant", "ops", "lm", "chat", "engine", "tasks"},
     "convert": {"model", "quant", "chat"},
     "engine": {"model", "ops", "native"},
     "chat": set(),

@@ -23,7 +23,7 @@ from nonet.types import UserError
 
 Kind = gguf.GGMLQuantizationType
 Dtype = Literal["keep", "f32", "f16", "bf16"]
-BYTES = {Kind.F32: 4.0, Kind.F16: 2.0, Kind.BF16: 2.0, Kind.MXFP4: 17 / 32}  # per element
+BYTES = {Kind.F32: 4.0, Kind.F16: 2.0, Kind.BF16: 2.0, Kind.MXFP4: 17 / 32, Kind.I64: 8.0}  # per element
 CHOSEN = {"f32": Kind.F32, "f16": Kind.F16, "bf16": Kind.BF16}
 STORED = {"BF16": Kind.BF16, "F16": Kind.F16, "F32": Kind.F32, "F64": Kind.F32}
 DROPPABLE = {  # what a user may leave out on purpose, and how its tensors are recognised

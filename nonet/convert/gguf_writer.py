@@ -54,10 +54,15 @@ def export(
     directory, out = Path(directory), Path(out)
     options = _options(dtype, unpack, drop, pre)
     _refuse_foreign(out)
-    plan = make_plan(directory, options)
+    write_whole(make_plan(directory, options), out)
+    return out
+
+
+def write_whole(plan: Plan, out: Path) -> None:
+    """The plan's file in place of an earlier GGUF file, or nothing."""
+    _refuse_foreign(out)
     with _aside(out) as building:
         write(plan, building, f"export {out.name}")
-    return out
 
 
 def make_plan(directory: Path, options: Options) -> Plan:
