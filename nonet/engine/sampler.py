@@ -65,8 +65,9 @@ class SamplingRows:
 
     @cached_property
     def plain(self) -> bool:
-        """True when every row samples from the model's own distribution."""
-        return bool(((self.temperature == 1) & (self.top_k == 0) & (self.top_p == 1) & (self.least == 0)).all())
+        """True when every row samples from the model's own distribution, or takes its argmax."""
+        own = (self.temperature == 1) & (self.top_k == 0) & (self.top_p == 1) & (self.least == 0)
+        return bool((own | (self.temperature == 0)).all())
 
     @cached_property
     def least(self) -> np.ndarray:
