@@ -43,20 +43,26 @@ class Teacher:
     def __init__(self, target: Model, d2t_W: Tensor | None):
         self.target = target
         self._head_VD = target.lm_head.weight.detach()
-        self.words_WD = self._head_VD if d2t_W is None else self._head_VD[d2t_W]
+        self._words_WD = self._head_VD if d2t_W is None else self._head_VD[d2t_W]
+        self._narrow_WD = self._words_WD.bfloat16()
+
+    def words(self, bf16: bool) -> Tensor:
+        """The target's head, rows of the draft's words."""
+        return self._narrow_WD if bf16 else self._words_WD
 
     @torch.no_grad()
-    def head(self, batch: FeatureBatch, places_N: Tensor) -> Head:
+    def head(self, batch: FeatureBatch, places_N: Tensor, bf16: bool) -> Head:
         """Its distributions at places of the flattened batch. A known batch.lse_BT saves work on all other tokens."""
         normed_MD = self.target.norm(batch.hidden_BTD.flatten(0, 1).to(self._head_VD.dtype))
-        if len(self.words_WD) == len(self._head_VD):
-            return Head(normed_MD[places_N], self.words_WD)
-        if batch.lse_BT is not None:
+        words_WD = self.words(bf16)
+        if len(words_WD) == len(self._head_VD):
+            lse_N = None
+        elif batch.lse_BT is not None:
             lse_N = batch.lse_BT.flatten()[places_N]
         else:
             needed_U, index_N = places_N.unique(return_inverse=True)
             lse_N = log_total(Head(normed_MD[needed_U], self._head_VD))[index_N]
-        return Head(normed_MD[places_N], self.words_WD, 1.0, lse_N.to(self._head_VD.dtype))
+        return Head(normed_MD.to(words_WD.dtype)[places_N], words_WD, 1.0, lse_N)
 
 
 @dataclass(frozen=True)
@@ -91,8 +97,11 @@ def told(
     if not sum(map(len, weights)):
         return Told(None, alpha_BTK)
     row_N, time_N, index_N = torch.cat(at, 1)
-    own = Head(draft.final_norm(torch.cat(hidden)), draft.lm_head.weight if draft.own_head else teacher.words_WD)
-    theirs = teacher.head(batch, row_N * T + time_N + index_N + 1)
+    weight_WD = draft.lm_head.weight if draft.own_head else teacher.words(bf16)
+    own = Head(draft.final_norm(torch.cat(hidden)), weight_WD)
+    if bf16:
+        own = Head(own.hidden_TD.bfloat16(), weight_WD.bfloat16())
+    theirs = teacher.head(batch, row_N * T + time_N + index_N + 1, bf16)
     o = objective
     found = overlap(own, theirs, None, torch.cat(weights), kind=o.kind, eta=o.eta, fallback=o.fallback)
     alpha_BTK[row_N, time_N, index_N] = found.alpha_T.float()

@@ -135,6 +135,8 @@ def _blocks(draft: Head, target: Head, native: bool) -> type[Blocks]:
     """The fastest kind of block for these tensors."""
     if native and overlap_native.fits(draft.hidden_TD) and overlap_native.fits(target.hidden_TD):
         return overlap_native.NativeBlocks
+    if native and overlap_native.fits_rows(draft, target):
+        return overlap_native.RowBlocks
     if native and not overlap_triton.reason(draft.hidden_TD):
         return overlap_triton.TritonBlocks
     return Blocks

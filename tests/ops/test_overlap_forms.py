@@ -138,6 +138,45 @@ def test_gradients_are_those_of_finite_differences(kind):
         torch.testing.assert_close(grad, slopes.view_as(grad), atol=1e-8, rtol=1e-6)
 
 
+ROWS = [(40, 61, 61), (33, 160, 160), (25, 9, 9), (30, 50, 400)]
+
+
+def rows_in_bfloat16(T: int, W: int, V: int, kind: str, seed: int = 0) -> None:
+    """Against the definition on the same rounded logits; gradients to what bfloat16 can carry."""
+    case = Case(T, 24, 16, W, V, seed)
+    draft, target, leaves = case.heads(torch.bfloat16)
+    rows = target.weight_WD if case.d2t is None else target.weight_WD[case.d2t]
+    whole = Head(target.hidden_TD.to(WIDE), target.weight_WD.to(WIDE), target.temperature)
+    known = None if case.d2t is None else log_total(whole)
+    theirs = Head(target.hidden_TD, rows, target.temperature, known)
+    assert overlap_native.fits_rows(draft, theirs)
+    out = overlap(draft, theirs, None, case.weights, kind=kind)
+    got = [out.mean.detach(), out.rows_T, out.alpha_T, *torch.autograd.grad(2 * out.mean, leaves)]
+
+    wide = [x.detach().to(WIDE).requires_grad_() for x in leaves]
+    logits = [(h.hidden_TD.detach() @ h.weight_WD.detach().T).to(WIDE) for h in (draft, theirs)]
+    rounded = wide[0] @ wide[1].T
+    rounded = rounded + (logits[0] - rounded.detach())
+    if known is None:
+        said = logits[1]
+    else:  # one more token of the target holds what the draft's do not
+        rest = (known.exp() - (logits[1] / target.temperature).exp().sum(-1)).log() * target.temperature
+        said = torch.cat([logits[1], rest[:, None]], -1)
+    d2t = None if known is None else torch.arange(W)
+    want = overlap_definition(rounded, said, d2t, case.weights, temperatures=case.temperatures, kind=kind)
+    defined = [want.mean.detach(), want.rows_T, want.alpha_T, *torch.autograd.grad(2 * want.mean, wide)]
+    for i, (a, b) in enumerate(zip(got, defined, strict=True)):
+        assert float((a.to(WIDE) - b).norm() / b.norm()) < (1e-4 if i < 3 else 0.02)
+
+
+@needs_native
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("T", "W", "V"), ROWS)
+def test_rows_in_bfloat16_are_the_definition(T, W, V, kind, monkeypatch):
+    monkeypatch.setattr(overlap_native.RowBlocks, "BYTES", 4 * 176 * 7)  # blocks of a few rows
+    rows_in_bfloat16(T, W, V, kind)
+
+
 @needs_native
 @pytest.mark.parametrize("level", native.LEVELS)
 def test_every_level_of_processor(level, monkeypatch):
@@ -146,6 +185,7 @@ def test_every_level_of_processor(level, monkeypatch):
     monkeypatch.setattr(native, "library", lambda: native.load(level))
     case = Case(19, 61, 40, 250, 700, seed=5)
     compare(case.fused(torch.float32), case.defined(), 1e-5)
+    rows_in_bfloat16(19, 250, 700, "overlap")
 
 
 @needs_native
