@@ -32,8 +32,8 @@ from nonet.draft import files, prompts
 from nonet.draft.answers import loops
 from nonet.draft.data import Conversation
 from nonet.draft.data import read as read_conversations
-from nonet.draft.drafter import TorchDrafter
 from nonet.draft.model import Draft
+from nonet.draft.native import drafter_of
 from nonet.engine import Engine
 from nonet.engine.drafter import Drafter
 from nonet.engine.lookup import PromptLookup
@@ -170,7 +170,7 @@ class Lab:
 
     def drafter(self, sampled: bool) -> Drafter:
         k = self.config.tokens
-        return PromptLookup(k) if self.draft is None else TorchDrafter(self.draft, k, sampled)
+        return PromptLookup(k) if self.draft is None else drafter_of(self.draft, k, sampled, self.config.decode)
 
     def engine(self, batch: int, drafter: Drafter | None) -> Engine:
         return Engine(self.model, batch, weights=self.config.decode, drafter=drafter, prefix_cache=False)
