@@ -52,7 +52,7 @@ class PromptLookup:
         last = len(tokens) - 1
         ends = np.flatnonzero(tokens[:last] == tokens[last])
         agreed = np.ones(len(ends), np.int64)
-        for n in range(1, self.longest):  # `going` is exact: a run that has stopped does not go on
+        for n in range(1, min(self.longest, len(tokens))):
             going = (agreed == n) & (ends >= n)
             agreed += going & (tokens[ends - n] == tokens[last - n])
         if not len(ends) or agreed.max() < self.shortest:
