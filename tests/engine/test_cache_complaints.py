@@ -1,8 +1,7 @@
 """What users of other hybrid engines complain about, each a scenario that must come out right here.
 
-Rows that need a draft (vllm#53912, #47194, #53505, #39809, sglang#36537, club-3090#1323) are tested as far as they
-concern memory today: a snapshot is never what a row writes to, slots are one a row, a hit under many readers is exact.
-Drafting itself comes with its room, and these scenarios with it.
+Rows about drafts (vllm#53912, #47194, #53505, #39809, sglang#36537, club-3090#1323) stand at the end, and as far as
+they concern memory alone also before it.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import pytest
 import tiny
 import torch
+from drafters import Echo
 
 from nonet.engine import Engine
 from nonet.model import Model
@@ -246,3 +246,85 @@ def test_a_bfloat16_snapshot_is_half_the_size_and_nearly_the_same():
     want = cold(m, prompt, 1, sampling=Sampling(0.0))
     assert again.tokens == want.tokens and again.raw_logprobs[0] == pytest.approx(want.raw_logprobs[0], abs=0.02)
     assert again.cached_tokens == 48
+
+
+# ------------------------------------------------------------------------- under speculation
+
+
+def drafted(c: Completion) -> bool:
+    return 0 < c.accepted_tokens < c.drafted_tokens
+
+
+@hybrids
+def test_vllm_53912_a_conversation_with_cache_and_draft_is_one_without_either(kind):
+    """Five turns; the draft checks on the way that what it finds in shared pages is what it would have made."""
+    m = tiny.model(kind)
+    engine, said, hits, used = Engine(m, deterministic=True, drafter=Echo(m)), words(37), 0, 0
+    for turn in range(5):
+        c = ask(engine, f"t{turn}", said, max_tokens=14)
+        assert same(c, cold(m, said, 14)), turn
+        hits, used = hits + c.cached_tokens, used + drafted(c)
+        said += c.tokens + words(6, seed=turn)
+    assert hits > 200 and used
+
+
+@hybrids
+def test_vllm_47194_a_hit_under_a_draft_of_three_recalls_what_a_miss_recalls(kind):
+    m = tiny.model(kind)
+    engine, prompt = Engine(m, deterministic=True, drafter=Echo(m, steps=3, wrong=0.1)), words(100)
+    first = ask(engine, "miss", prompt, max_tokens=30, sampling=Sampling(0.0))
+    again = ask(engine, "hit", prompt, max_tokens=30, sampling=Sampling(0.0))
+    assert (first.cached_tokens, again.cached_tokens) == (0, 96) and first.accepted_tokens and again.accepted_tokens
+    assert same(first, again) and same(again, cold(m, prompt, 30, sampling=Sampling(0.0)))
+
+
+@hybrids
+def test_vllm_53505_under_a_draft_a_match_of_nothing_changes_nothing(kind):
+    m = tiny.model(kind)
+    engine, prompt = Engine(m, deterministic=True, drafter=Echo(m)), words(33)
+    ask(engine, "other", words(50, seed=9), max_tokens=20)
+    c = ask(engine, "a", prompt, max_tokens=20)
+    assert c.cached_tokens == 0 and drafted(c) and same(c, cold(m, prompt, 20))
+
+
+@hybrids
+def test_vllm_39809_every_row_of_a_full_batch_has_the_slots_its_drafts_need(kind):
+    """And they are given back: what speculates owns no more slots between steps than what does not."""
+    m = tiny.model(kind)
+    engine = Engine(m, drafter=Echo(m, steps=7, wrong=0), max_batch=5, snapshots=3)
+    for i in range(5):
+        engine.submit(Request(f"r{i}", words(20 + i, seed=i), 30, sampling=Sampling(0.0), stream=str(i)))
+    while engine.busy:
+        engine.step()
+        slots = engine.ledger.slots
+        assert sum(n > 0 for n in slots.owners) == len(engine.scheduler.rows) and slots.size <= 5 * 8
+    assert engine.figures()["draft_accepted_total"] > 40
+
+
+@hybrids
+def test_sglang_36537_nothing_breaks_when_most_of_the_memory_is_in_use(kind):
+    """A memory that eight speculating rows fill to the last page, with snapshots beside them."""
+    m = tiny.model(kind)
+    engine = Engine(m, deterministic=True, pages=24, max_batch=8, snapshots=6, drafter=Echo(m, steps=4, wrong=0.1))
+    asked = [Request(f"r{i}", words(25 + 3 * i, seed=i), 20, sampling=Sampling(0.0), stream="") for i in range(8)]
+    for r in asked:
+        engine.submit(r)
+    done, fullest = {}, 0.0
+    while engine.busy:
+        done |= {c.id: c for c in engine.step()}
+        fullest = max(fullest, engine.figures()["pages_live"] / 24)
+    assert fullest > 0.9 and engine.figures()["preemptions_total"] > 0
+    assert all(same(done[r.id], cold(m, r.tokens, 20, sampling=r.sampling)) for r in asked)
+    assert any(drafted(c) for c in done.values())
+
+
+@hybrids
+def test_club_3090_1323_drafts_do_not_take_the_rows_slots(kind):
+    m = tiny.model(kind)
+    engine = Engine(m, max_batch=6, snapshots=4, drafter=Echo(m, steps=6))
+    for i in range(6):
+        engine.submit(Request(f"r{i}", words(20 + i, seed=i), 30))
+    for _ in range(3):
+        engine.step()
+        assert engine.figures()["running"] == 6
+    engine.run()
