@@ -245,12 +245,15 @@ def serve(
     max_body_mb: Annotated[float, typer.Option(help="Megabytes of one request.")] = 4.0,
     max_seconds: Annotated[float, typer.Option(help="From a request's arrival to its last token.")] = 600.0,
     drain_seconds: Annotated[float, typer.Option(help="What running answers get after SIGTERM.")] = 30.0,
+    draft: Annotated[str, typer.Option(help="Speculate: with a draft of this model (its directory), or lookup.")] = "",
+    draft_tokens: Annotated[int, typer.Option(help="Most tokens drafted for an answer in a step.", min=1, max=32)] = 4,
 ) -> None:
     """Serve a model to OpenAI clients: completions, chat with tools, streams, log-probs, metrics.
 
     \b
     nonet serve models/smollm2        # prints a curl line that works
     nonet serve models/smollm2 --port 9000 --name smol
+    nonet serve models/smollm2 --draft runs/smollm2-draft/draft
     NONET_API_KEY=secret nonet serve models/smollm2 --host 0.0.0.0
 
     \b
@@ -267,7 +270,12 @@ def serve(
     address = Address(host, port, api_key)
     limits = Limits(int(max_body_mb * 1e6), max_seconds, max_queued, max_answers, drain_seconds)
     # The engine looks for stop texts in its own thread, so it decodes with a tokenizer of its own.
-    engine = Engine(hf.load(model), max_batch, decode=Tokenizer(model).decode)
+    target, drafter = hf.load(model), None
+    if draft:
+        from nonet.draft.opening import open_drafter
+
+        drafter = open_drafter(draft, target, model, draft_tokens)
+    engine = Engine(target, max_batch, decode=Tokenizer(model).decode, drafter=drafter)
     status = serve_generator(engine, Tokenizer(model), name or model.resolve().name, address, limits)
     raise typer.Exit(status)
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from nonet.serve.choice import Choice
 from nonet.serve.worker import Inbox, News, Worker
-from nonet.types import Request
+from nonet.types import Completion, Request
 from nonet.wire.ask import Head, Refusal, Usage, Written
 
 
@@ -33,7 +33,7 @@ class Answering:
         self._queue: asyncio.Queue[tuple[int, News]] = asyncio.Queue()
         self.inboxes = [Inbox(self._queue, i, deltas) for i in range(len(requests))]
         self.ended_at: list[float | None] = [None] * len(requests)
-        self._cached = [0] * len(requests)
+        self._last: list[Completion | None] = [None] * len(requests)
         self.outcome = "hung_up"
 
     async def start(self) -> int:
@@ -52,7 +52,7 @@ class Answering:
             written = self.choices[index].feed(news)
             if written.finish is not None:
                 self.ended_at[index] = time.monotonic()
-                self._cached[index] = news.cached_tokens
+                self._last[index] = news
                 if news.finish_reason == "running":
                     self._worker.abort([self.requests[index].id])
             if written != Written():
@@ -73,7 +73,10 @@ class Answering:
         """Each prompt counts once, however many answers it got."""
         each = len(self.requests) // len(self.head.prompt_ids)
         prompt = sum(map(len, self.head.prompt_ids))
-        return Usage(prompt, sum(c.tokens for c in self.choices), sum(self._cached[::each]))
+        ended = [c for c in self._last if c is not None]
+        cached = sum(c.cached_tokens for c in self._last[::each] if c is not None)
+        drafted, accepted = sum(c.drafted_tokens for c in ended), sum(c.accepted_tokens for c in ended)
+        return Usage(prompt, sum(c.tokens for c in self.choices), cached, drafted, accepted)
 
     async def _next(self) -> tuple[int, News]:
         try:

@@ -33,7 +33,7 @@ class Metrics:
         """Count a request that was let in. began: time.monotonic() at its arrival."""
         self.requests.labels(route, answering.outcome).inc()
         usage = answering.usage()
-        for kind in ("prompt", "cached", "completion"):
+        for kind in ("prompt", "cached", "completion", "drafted", "accepted"):
             self._tokens.labels(kind).inc(getattr(usage, kind))
         for inbox, choice, ended in zip(answering.inboxes, answering.choices, answering.ended_at, strict=True):
             if inbox.started_at is not None:

@@ -90,9 +90,13 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
+    """Tokens. cached: of the prompt; drafted: proposed by a draft, of which `accepted` are in the completion."""
+
     prompt: int
     completion: int
     cached: int
+    drafted: int = 0
+    accepted: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -250,6 +250,7 @@ def test_everything_asked_for_reaches_the_generator(nano):
     assert told["usage"] == {
         "prompt_tokens": len(nano.encode("hello")) + 2, "completion_tokens": 12,
         "total_tokens": len(nano.encode("hello")) + 14, "prompt_tokens_details": {"cached_tokens": 4},
+        "completion_tokens_details": {"accepted_prediction_tokens": 4, "rejected_prediction_tokens": 8},
     }  # fmt: skip
     logprobs = told["choices"][0]["logprobs"]
     assert logprobs["token_logprobs"] == [-0.25, -0.5, -0.75]

@@ -78,5 +78,6 @@ def _completion(request: Request, written: list[int], reason: FinishReason, vers
     k = request.top_logprobs
     top = tuple(tuple((t, -float(t + 1)) for t in range(k)) for _ in at) if k else ()
     return Completion(
-        request.id, tuple(written[since:]), drawn, tuple(2 * p for p in drawn), reason, version, top, cached_tokens=2
-    )
+        request.id, tuple(written[since:]), drawn, tuple(2 * p for p in drawn), reason, version, top, cached_tokens=2,
+        drafted_tokens=3, accepted_tokens=1,
+    )  # fmt: skip
