@@ -41,7 +41,7 @@ class Estimate:
     @staticmethod
     def of(job: Job) -> Estimate:
         recipe, model = job.recipe, job.target
-        talks = job.conversations
+        talks = job.wanted
         written = sum(c.turns for c in talks) * recipe.answers.max_tokens
         sample = talks[:: max(1, len(talks) // 64)]
         lengths = [len(prompt(job.tokenizer, c.messages[:1], c.tools).tokens) for c in sample]

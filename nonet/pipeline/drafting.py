@@ -65,7 +65,9 @@ class DraftTable(Config):
     window: int = Field(default=512, ge=8)  # longest document in a batch
     batch_tokens: int = Field(default=2048, ge=16)  # of one micro-batch
     micro_batches: int = Field(default=1, ge=1)
-    heldout_tokens: int = Field(default=16384, ge=64)  # measured on while training
+    heldout_rows: int = Field(
+        default=64, ge=1
+    )  # held-out conversations that are answered, to measure on while training
     decode: str = "bf16"  # weights that answers are written with: float32, bf16, int8, mxfp4
     bf16: bool = True  # capture with matrix products in bfloat16
     threads: int = Field(default=0, ge=0)  # 0: as torch finds them
@@ -114,9 +116,8 @@ class Job:
         self._settle()
         config = self.recipe.answers
         engine = Engine(self.target, config.batch, weights=self.recipe.draft.decode)
-        found = write_answers(
-            engine, self.tokenizer, self.conversations, self.out / "answers.jsonl", config, self.fingerprint
-        )
+        file = self.out / "answers.jsonl"
+        found = write_answers(engine, self.tokenizer, self.wanted, file, config, self.fingerprint)
         told = summary(found)
         stops = ", ".join(f"{share:.0%} {stop}" for stop, share in told["stops"].items() if share)
         say(
@@ -133,7 +134,7 @@ class Job:
         draft = self._start(answers)
         r = self.recipe
         learnt = self._captured(draft, trainable(answers, False), "train")
-        held = self._captured(draft, self._held_rows(answers), "heldout")
+        held = self._captured(draft, trainable(answers, True), "heldout")
         windows = Windows.of(learnt, r.draft.window, r.draft.batch_tokens, r.draft.seed)
         for note in windows.notes:
             say(f"features: {note}")
@@ -199,6 +200,12 @@ class Job:
             raise UserError(f"data: no conversation is {side}; give more, or name --heldout")
         return kept
 
+    @property
+    def wanted(self) -> list[Conversation]:
+        """Those to be answered: all that are learnt from, and heldout_rows of the others, of every domain alike."""
+        held = sorted((c for c in self.conversations if c.heldout), key=lambda c: c.id.rpartition("/")[2])
+        return [*(c for c in self.conversations if not c.heldout), *held[: self.recipe.draft.heldout_rows]]
+
     def draft_config(self, words: int | None) -> DraftConfig:
         d = self.recipe.draft
         form = ("mtp" if self.target.config.mtp_layers else "eagle3") if d.form == "auto" else d.form
@@ -233,16 +240,6 @@ class Job:
         say(f"features, {name}: {len(rows)} rows, {tokens:,} tokens, {size / 1e6:.0f} MB as {d.features}")
         folder = self.out / "features" / name
         return capture(self.target, rows, folder, taps, d.features, self.fingerprint, bf16=d.bf16)
-
-    def _held_rows(self, answers: Sequence[Answer]) -> list[Any]:
-        """As many as heldout_tokens holds, of every domain alike."""
-        rows, kept, tokens = trainable(sorted(answers, key=lambda a: a.id.rpartition("/")[2]), True), [], 0
-        for row in rows:
-            if kept and tokens + len(row.tokens) > self.recipe.draft.heldout_tokens:
-                break
-            kept.append(row)
-            tokens += len(row.tokens)
-        return kept
 
 
 def _loaded(spec: str, heldout: float | bool) -> list[Conversation]:
