@@ -30,7 +30,13 @@ SAMPLINGS = (
 TWO = dict(layers=2, mixers=("kda", "mla"))
 # The experts of these tests are loud: float32 alone is worth 2.5e-5 there.
 EXACT = dict(dtype=torch.float64)
-MODELS = {"hybrid": ("hybrid", TWO), "gqa": ("gqa", {}), "k3": ("k3", EXACT), "kimi_linear": ("kimi_linear", EXACT)}
+MODELS = {
+    "hybrid": ("hybrid", TWO),
+    "gqa": ("gqa", {}),
+    "k3": ("k3", EXACT),
+    "kimi_linear": ("kimi_linear", EXACT),
+    "hybrid with mtp": ("hybrid", {**TWO, "mtp_layers": 1}),
+}
 TIGHT = dict(pages=10, chunk=24, max_batch=4, snapshots=5, cache_bytes=1 << 14)
 
 

@@ -11,6 +11,10 @@ import torch
 from drafters import Echo
 from engine_programs import VOCAB, check
 
+from nonet.draft.config import eagle3_config, mtp_config
+from nonet.draft.model import started
+from nonet.draft.native import drafter_of
+from nonet.engine.drafter import Drafter
 from nonet.engine.lookup import PromptLookup
 from nonet.model import Model
 from nonet.types import Request
@@ -39,6 +43,20 @@ def test_fast_programs_with_a_drafter_have_the_same_tokens(kind, first):
 @pytest.mark.parametrize("kind", ["hybrid", "gqa"])
 def test_programs_with_prompt_lookup_have_the_same_tokens(kind):
     run(kind, range(1300, 1310), False, drafter=lambda _: PromptLookup(shortest=1))
+
+
+def multi_token(model: Model) -> Drafter:
+    return drafter_of(started(mtp_config(model.config, taps=(0, 1, 2)), model), 3, sampled=False)
+
+
+def pairs(model: Model) -> Drafter:
+    return drafter_of(started(eagle3_config(model.config, taps=(0, 1, 2)), model), 3, sampled=False)
+
+
+@pytest.mark.parametrize(("kind", "drafter", "first"), [("hybrid with mtp", multi_token, 1320), ("gqa", pairs, 1340)])
+def test_programs_with_a_real_draft_have_the_same_tokens(kind, drafter, first):
+    """New weights come in between: the drafts read the target's embedding and head where they are."""
+    run(kind, range(first, first + 10), False, drafter=drafter)
 
 
 def sampled(model: Model) -> Echo:
