@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from nonet.pipeline.drafting import Job
 
 PROBED = 16  # tokens each row of the probe writes
+LEARNT = 512  # tokens it trains on
 STATES = 4  # copies of a draft's weights in training: themselves, gradients, two moments
 
 
@@ -88,16 +89,20 @@ class Probe:
         job, d = self.job, self.job.recipe.draft
         config = job.draft_config(d.vocabulary or None)
         draft = started(config, job.target, _ids(config.draft_vocab))
-        tokens_BT = torch.randint(0, job.target.config.vocab_size, (1, d.batch_tokens))
+        n = min(d.batch_tokens, LEARNT)
+        tokens_BT = torch.randint(0, job.target.config.vocab_size, (1, n))
         with torch.autocast("cpu", torch.bfloat16, enabled=d.bf16):
             began = time.perf_counter()
             batch = observed(job.target, config.taps, tokens_BT, torch.ones_like(tokens_BT, dtype=torch.bool))
-            capture = time.perf_counter() - began
-        c = job.recipe.train
+            capture = (time.perf_counter() - began) / n
+        c, teacher = job.recipe.train, Teacher(job.target, draft.d2t_W)
         optimizer = Optimizer(draft.named_parameters(), "adamw", 0.0, c.betas, 0.0, None)
-        began = time.perf_counter()
-        train_step(draft, Teacher(job.target, draft.d2t_W), optimizer, [batch.to(torch.float32)], 0.0, c)
-        return capture / d.batch_tokens, (time.perf_counter() - began) * d.micro_batches
+        batch = replace(batch.to(torch.float32), lse_BT=torch.zeros(1, n))  # a store has it
+        for _ in range(2):  # the first warms up
+            began = time.perf_counter()
+            train_step(draft, teacher, optimizer, [batch], 0.0, c)
+        step = (time.perf_counter() - began) / n * d.batch_tokens * d.micro_batches
+        return capture, step
 
 
 def _ids(words: int | None) -> torch.Tensor | None:
