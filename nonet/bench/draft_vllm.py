@@ -125,19 +125,24 @@ def _parting(model: Model, ids: Sequence[int], a: Answer, b: Answer) -> dict[str
     return {"at": at, "gap": float((logits_W[a.tokens[at]] - logits_W[b.tokens[at]]).abs())}
 
 
+def loaded(target: Path, folder: Path) -> Draft:
+    return files.load(folder, hf.load(target), files.vocabulary_hash(target))
+
+
+def asked_of(target: Path, count: int) -> list[tuple[int, ...]]:
+    """Fixed held-out prompts, of three kinds alike."""
+    tokenizer, third = Tokenizer(target), count // 3
+    shares = {"gym": third, "chat": third, "human-eval": count - 2 * third}
+    held = [c for name, n in shares.items() for c in prompts.load(name, True)[:n]]
+    return [prompt(tokenizer, c.messages).tokens for c in held]
+
+
 def run(target: Path, folder: Path, count: int = 20, tokens: int = 64, drafted: int = 4) -> Compared:
-    model = hf.load(target)
-    draft = files.load(folder, model, files.vocabulary_hash(target))
-    tokenizer = Tokenizer(target)
-    share = [count // 3, count // 3, count - 2 * (count // 3)]
-    held = [
-        c for name, n in zip(("gym", "chat", "human-eval"), share, strict=True) for c in prompts.load(name, True)[:n]
-    ]
-    asked = [prompt(tokenizer, c.messages).tokens for c in held]
+    draft, asked = loaded(target, folder), asked_of(target, count)
     with TemporaryDirectory() as name:
         published = export(draft, target, Path(name) / "draft", "vllm", drafted)
         other = theirs(target, published, asked, tokens, drafted)
-    return compare(model, asked, ours(draft, asked, tokens, drafted), other, drafted)
+    return compare(draft.target, asked, ours(draft, asked, tokens, drafted), other, drafted)
 
 
 if __name__ == "__main__":
