@@ -66,14 +66,14 @@ class FeatureBatch:
     @cached_property
     def _document_BT(self) -> Tensor:
         """Index of each token's document in its row; that of padding is its own."""
-        B, T = self.tokens_BT.shape
-        index_BT = torch.zeros(B, T, dtype=torch.int64)
+        T = self.tokens_BT.shape[1]
+        index_BT = torch.zeros_like(self.tokens_BT)
         if self.starts is not None:
             Documents(self.starts, T)
             index_BT[0, list(self.starts)] = 1
             index_BT = index_BT.cumsum(1)
         elif self.counts_B is not None:
-            index_BT[torch.arange(T) >= self.counts_B[:, None]] = -1
+            index_BT[torch.arange(T, device=index_BT.device) >= self.counts_B[:, None]] = -1
         return index_BT
 
     @property

@@ -84,16 +84,16 @@ def weight_of(batch: FeatureBatch, steps: int, objective: Objective) -> float:
 def told(
     draft: Draft, teacher: Teacher, batch: FeatureBatch, steps: int, objective: Objective, bf16: bool = False
 ) -> Told:
-    """bf16: matrix products in bfloat16, on the CPU."""
+    """bf16: matrix products in bfloat16."""
     B, T = batch.tokens_BT.shape
     alpha_BTK = batch.hidden_BTD.new_full((B, T, steps), torch.nan, dtype=torch.float32)
     hidden, at, weights = [], [], []
-    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+    with torch.autocast(batch.tokens_BT.device.type, torch.bfloat16, enabled=bf16):
         for step, out_BRD in enumerate(unrolled(draft, batch, steps), 1):
             row_N, time_N = batch.predicted(step).nonzero(as_tuple=True)
             hidden.append(out_BRD[row_N, time_N])
             at.append(torch.stack([row_N, time_N, torch.full_like(row_N, step - 1)]))
-            weights.append(torch.full((len(row_N),), objective.weight(step)))
+            weights.append(torch.full_like(row_N, 1, dtype=torch.float32) * objective.weight(step))
     if not sum(map(len, weights)):
         return Told(None, alpha_BTK)
     row_N, time_N, index_N = torch.cat(at, 1)

@@ -11,8 +11,6 @@ attention reads [norm(embedding); norm(fused)]; its head is its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -64,7 +62,7 @@ class Draft(nn.Module):
     d2t_W: Tensor | None
 
     def __init__(self, config: DraftConfig, target: Model, d2t_W: Tensor | None = None):
-        """Zeros and ones where the form prescribes nothing: `started` fills it. Raises UserError."""
+        """Parameters as torch makes them: `started` or `files.load` fill them. Raises UserError."""
         super().__init__()
         self.config = config
         self._target = (target,)  # not a submodule
@@ -170,8 +168,3 @@ def checked_map(d2t_W: Tensor, config: DraftConfig) -> Tensor:
     if int(d2t_W.min()) < 0 or int(d2t_W.max()) >= V or len(d2t_W.unique()) < W:
         raise UserError(f"d2t: needs {W} ids of the target (0 to {V - 1}), each once, and not offsets from 0, 1, 2 ...")
     return d2t_W
-
-
-def trained(draft: Draft) -> Sequence[tuple[str, nn.Parameter]]:
-    """What training may move: everything of its own but routers' selection biases."""
-    return [(name, p) for name, p in draft.named_parameters() if p.requires_grad]

@@ -49,7 +49,9 @@ def later_span(draft: Draft, first: Span, batch: FeatureBatch, step: int) -> Spa
     assert first.positions_BT is not None
     rows = batch.tokens_BT.shape[1] - step
     positions_BT = first.positions_BT[:, :rows] + step - 1
-    valid = None if batch.counts_B is None else torch.arange(rows) < batch.counts_B[:, None] - step
+    valid = None
+    if batch.counts_B is not None:
+        valid = torch.arange(rows, device=batch.counts_B.device) < batch.counts_B[:, None] - step
     return replace(first, positions_BT=positions_BT, valid_BT=valid, rotation=draft.rotation(positions_BT))
 
 

@@ -178,7 +178,7 @@ class Killed(Exception):
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.parametrize("when", [2, 4, 5])
+@pytest.mark.parametrize("when", [0, 2, 4, 5])
 def test_a_killed_run_ends_with_the_uninterrupted_ones_weights(when: int, optimizer: str, tmp_path: Path):
     whole = made("eagle3", d2t_W=torch.arange(0, 40, 2), draft_vocab=20)
     training(whole, tmp_path / "whole", optimizer=optimizer).fit()
@@ -199,6 +199,8 @@ def test_a_killed_run_ends_with_the_uninterrupted_ones_weights(when: int, optimi
         assert torch.equal(a, b), name
     runs = [list(Run(tmp_path / name).events("draft_step")) for name in ("whole", "killed")]
     assert [e["loss"] for e in runs[0]] == [e["loss"] for e in runs[1]]
+    measured = [list(Run(tmp_path / name).events("draft_acceptance")) for name in ("whole", "killed")]
+    assert [(e["step"], e["length"]) for e in measured[0]] == [(e["step"], e["length"]) for e in measured[1]]
 
 
 def test_measuring_between_steps_changes_no_step(tmp_path: Path):
