@@ -20,7 +20,7 @@ from nonet.types import UserError
 
 LLAMA = dict(
     d_model=64, d_ff=96, heads=2, kv_heads=2, head_dim=32, layers=8, mixers=("gqa",) * 8, qk_norm=False, qkv_bias=False,
-    o_bias=False, rope=Rope(theta=500.0), max_position=512,
+    o_bias=False, rope=Rope(theta=500.0), max_position=1024,
 )  # fmt: skip
 TOKENS, DRAFTED = 40, 4
 
