@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from math import prod
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -285,7 +285,7 @@ class Engine:
         drawn = sample(logits_BW, how)
         tokens, logprobs, raw = (x.tolist() for x in drawn)
         for i, row in enumerate(rows):
-            self._append(row, tokens[i], logprobs[i], raw[i], logits_BW[i], ended)
+            self._append(row, tokens[i], logprobs[i], raw[i], (logits_BW, i), ended)
         return drawn[0]
 
     def _write_drafted(self, drafted: Drafted, ended: dict[str, FinishReason]) -> None:
@@ -296,7 +296,8 @@ class Engine:
         for i, (row, (proposed, accepted)) in enumerate(zip(drafted.rows, counts, strict=True)):
             n = 0
             while n <= accepted and row.id not in ended:
-                self._append(row, tokens[i][n], logprobs[i][n], raw[i][n], drafted.logits_BTW[i, n], ended)
+                logits = drafted.logits_BTW, (i, n)
+                self._append(row, tokens[i][n], logprobs[i][n], raw[i][n], logits, ended)
                 n += 1
             row.drafts.count(proposed, min(n, accepted))
             written.append(n)
@@ -304,15 +305,22 @@ class Engine:
         self.speculation.confirm(drafted, written, self.scheduler)
 
     def _append(
-        self, row: Row, token: int, logprob: float, raw: float, logits_W: Tensor, ended: dict[str, FinishReason]
+        self,
+        row: Row,
+        token: int,
+        logprob: float,
+        raw: float,
+        logits: tuple[Tensor, Any],
+        ended: dict[str, FinishReason],
     ) -> None:
+        """logits: those of the token are logits[0][logits[1]]; looked up where asked for, which is seldom."""
         if not row.logprobs and row.salt != self.salt and row.remembered:
-            self.accounts.compare(self.model, row.tokens, logits_W)
+            self.accounts.compare(self.model, row.tokens, logits[0][logits[1]])
         row.tokens.append(token)
         row.logprobs.append(logprob)
         row.raw_logprobs.append(raw)
         if row.request.top_logprobs:
-            row.tops.append(top(logits_W, row.request.top_logprobs))
+            row.tops.append(top(logits[0][logits[1]], row.request.top_logprobs))
         if (reason := self._ends(row)) is not None:
             ended[row.id] = reason
 

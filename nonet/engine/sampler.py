@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -81,8 +82,7 @@ class SamplingRows:
         return found if found.any() else None
 
 
-@dataclass(frozen=True)
-class Distributions:
+class Distributions(NamedTuple):
     """Log-probs of N rows: the model's own, those of the edited logits (greedy rows take their argmax), and those that
     tokens are drawn from. They are the same tensor where nothing was asked for.
     """

@@ -96,6 +96,23 @@ def test_everything_about_a_token_is_what_it_would_have_been(kind, native):
         assert [[t for t, _ in top] for top in c.top_logprobs] == [[t for t, _ in top] for top in plain.top_logprobs]
 
 
+@kinds
+def test_sampled_drafts_leave_every_logprob_that_of_a_fresh_full_forward(kind):
+    m = tiny.model(kind)
+    asked = [request(f"r{i}", 4 + i, 20, i, sampling=Sampling(0.8, top_k=30, seed=i)) for i in range(5)]
+    done = run(Engine(m, drafter=Echo(m, sampled=True)), *asked)
+    assert sum(c.accepted_tokens for c in done.values()) > 10
+    for r in asked:
+        c = done[r.id]
+        with torch.no_grad():
+            logits = m.logits(m(torch.tensor([[*r.tokens, *c.tokens]])))[0, len(r.tokens) - 1 : -1]
+        raw = logits.log_softmax(-1)[torch.arange(20), torch.tensor(c.tokens)]
+        assert c.raw_logprobs == pytest.approx(raw.tolist(), abs=2e-4)
+        kept = (logits / 0.8).topk(30).values.logsumexp(-1)
+        after = logits[torch.arange(20), torch.tensor(c.tokens)] / 0.8 - kept
+        assert c.logprobs == pytest.approx(after.tolist(), abs=2e-4)
+
+
 @pytest.mark.parametrize("pause", [20, 41, 55])
 def test_draws_are_counted_by_position_however_long_the_text_and_wherever_it_pauses(pause):
     m = tiny.model()
