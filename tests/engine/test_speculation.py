@@ -157,6 +157,18 @@ def test_where_memory_is_short_less_is_drafted_and_nobody_is_sent_back():
     assert engine.ledger.pages.size == 8
 
 
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_long_row_that_is_sent_back_goes_on_with_the_draws_of_its_positions(cached):
+    m = tiny.model("gqa")
+    asked = [request(f"r{i}", 9, 120, i) for i in range(2)]
+    tight = dict(deterministic=True, pages=12, prefix_cache=cached)
+    engine = Engine(m, drafter=Echo(m), **tight)
+    found = run(engine, *asked)
+    assert engine.figures()["preemptions_total"] > 0
+    for name, plain in run(Engine(m, deterministic=True), *asked).items():
+        assert (found[name].tokens, found[name].logprobs) == (plain.tokens, plain.logprobs)
+
+
 def test_a_page_that_a_draft_keeps_counts_toward_the_budget_of_the_cache():
     m = tiny.model("gqa")
     plain, drafting = Engine(m, cache_bytes=1 << 16), Engine(m, cache_bytes=1 << 16, drafter=Echo(m))
