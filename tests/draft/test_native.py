@@ -18,9 +18,11 @@ from nonet.draft.cache import empty_state
 from nonet.draft.drafter import TorchDrafter
 from nonet.draft.model import Draft
 from nonet.draft.native import NativeDrafter, drafter_of
+from nonet.engine import Engine
 from nonet.engine.drafter import Pairs
 from nonet.model.native_weights import Weights, rounded
 from nonet.model.state import SequenceState
+from nonet.types import Request, Sampling
 
 pytestmark = pytest.mark.skipif(bool(native.reason()), reason=f"no native library: {native.reason()}")
 NATIVE = [form for form in FORMS if form != "mtp rotated"]
@@ -154,6 +156,20 @@ def test_new_weights_are_seen_after_a_refresh():
     state = entered(ours, ids)
     for a, b in zip(chain(ours, ids, counts, 2, state), chain(fresh, ids, counts, 2, state), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("form", ["mtp of K3", "eagle3"])
+def test_the_engine_writes_what_it_writes_without_a_draft(form: str):
+    """C computes a few tokens as it computes one: greedy answers agree to the last token, whatever was drafted."""
+    draft = made(form)
+    written = []
+    for drafter in (native_of(draft, 4), None):
+        engine = Engine(draft.target, drafter=drafter)
+        for i in range(5):
+            engine.submit(Request(f"r{i}", tuple(range(1, 4 + i)), 24, (), Sampling(temperature=0)))
+        written.append({c.id: c.tokens for c in engine.run()})
+    assert written[0] == written[1]
+    assert len(written[0]) == 5
 
 
 def test_what_c_does_not_know_stays_with_torch():
