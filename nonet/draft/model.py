@@ -23,6 +23,9 @@ from nonet.model.model import MTP
 from nonet.model.span import Span
 from nonet.types import UserError
 
+# Hidden states are of size ten and more: behind a wide fc their random mixture would drown what the layer adds to it.
+FUSION = 0.05
+
 
 class PairAttention(GQA):
     """Reads two vectors of the layer's width side by side."""
@@ -141,8 +144,8 @@ class Draft(nn.Module):
 def started(config: DraftConfig, target: Model, d2t_W: Tensor | None = None, seed: int = 0) -> Draft:
     """A draft before training, in the target's dtype.
 
-    mtp: the target's MTP layer behind fc = [0 ... 0 I]. eagle3: matrices normal(0, init_std), norms 1, but for the
-    final norm and the head, which are the target's own (rows of the draft's vocabulary).
+    mtp: the MTP layer behind fc = [0 ... 0 I]. eagle3: matrices normal(0, init_std), fc FUSION of that, norms
+    1, but for the final norm and the head, which are the target's own (rows of the draft's vocabulary).
     """
     draft = Draft(config, target, d2t_W)
     generator, d = torch.Generator().manual_seed(seed), config.layer.d_model
@@ -154,6 +157,7 @@ def started(config: DraftConfig, target: Model, d2t_W: Tensor | None = None, see
         else:
             for p in draft.parameters():
                 p.fill_(1) if p.ndim == 1 else p.normal_(0, config.layer.init_std, generator=generator)
+            draft.fc.weight.mul_(FUSION)
             head = target.lm_head.weight
             draft.lm_head.weight.copy_(head if d2t_W is None else head[d2t_W])
             draft.norm.weight.copy_(target.norm.weight)
