@@ -201,6 +201,6 @@ def test_products_in_bfloat16_are_close_and_another_store(model, tmp_path):
     exact = capture(model, rows(), tmp_path / "a", TAPS, "float32", "t")
     fast = capture(model, rows(), tmp_path / "b", TAPS, "float32", "t", bf16=True)
     a, b = (torch.cat([s.row(i).hidden_TD for i in range(len(s))]) for s in (exact, fast))
-    assert 0 < float((a - b).norm() / a.norm()) < 0.02
+    assert 0 < float((a - b).norm() / a.norm()) < 0.05  # eight sublayers of noisy weights, 2^-8 a product
     with pytest.raises(UserError, match="bf16: False -> True"):
         capture(model, rows(), tmp_path / "a", TAPS, "float32", "t", bf16=True)
