@@ -21,8 +21,9 @@ from nonet.lm.trainer import Row, losses
 from nonet.lm.trainer import train as train_lm
 from nonet.model import Model
 from nonet.model.init import initialise
+from nonet.pipeline.context import Context
 from nonet.pipeline.recipe import load_recipe
-from nonet.pipeline.stages import Context, demonstration_rows, tokenizer
+from nonet.pipeline.stages import demonstration_rows, tokenizer
 from nonet.quant import QuantConfig
 from nonet.run import Run
 

@@ -23,9 +23,10 @@ from nonet.lm import text, vocabulary
 from nonet.lm.held_out import HeldOut
 from nonet.lm.pretrain import Pretraining
 from nonet.model import Model, hf
+from nonet.pipeline.context import Context
 from nonet.pipeline.recipe import Recipe, checked, load_recipe
 from nonet.pipeline.runner import run_stages
-from nonet.pipeline.stages import Context, start_model, write_report
+from nonet.pipeline.stages import start_model, write_report
 from nonet.run import Run
 from nonet.types import UserError
 

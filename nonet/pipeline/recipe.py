@@ -9,8 +9,10 @@ from typing import Any
 from pydantic import Field, field_validator
 
 from nonet.config import Config, build, merge, read
+from nonet.draft.train import TrainConfig
 from nonet.lm.pretrain import PretrainConfig
 from nonet.lm.trainer import LMConfig
+from nonet.model import hf
 from nonet.model.config import ModelConfig
 from nonet.rl.config import RLConfig
 from nonet.types import EFFORTS, UserError
@@ -45,6 +47,18 @@ class TasksTable(Config):
         return value
 
 
+class OwnDraftTable(Config):
+    """After RL, the policy's own MTP layer becomes a draft, trained on answers that the policy samples."""
+
+    prompts: int = Field(default=0, ge=0)  # training tasks of each domain that it learns from; 0: no draft
+    chosen_by: int = Field(default=16, ge=1)  # further ones of each domain, by which the best draft is chosen
+    measured: int = Field(default=100, ge=2)  # held-out tasks of each domain and mode it is verified on
+    tokens: int = Field(default=7, ge=1)  # drafted at a time there
+    window: int = Field(default=512, ge=8)  # longest document in a batch
+    batch_tokens: int = Field(default=2048, ge=16)
+    train: TrainConfig = Field(default_factory=TrainConfig)
+
+
 class EvalTable(Config):
     prompts: int = Field(default=1000, ge=2)  # held-out prompts per domain and mode
 
@@ -74,6 +88,7 @@ class Recipe(Config):
     cold: LMConfig | None = None  # absent: no cold start
     rl: RLConfig = Field(default_factory=RLConfig)
     eval: EvalTable = Field(default_factory=EvalTable)
+    draft: OwnDraftTable = Field(default_factory=OwnDraftTable)
     data: DataTable = Field(default_factory=DataTable)
     pretrain: PretrainConfig | None = None  # a recipe with this table is for `nonet pretrain`
     advice: AdviceTable = Field(default_factory=AdviceTable)
@@ -96,9 +111,17 @@ def load_recipe(files: Sequence[Path | str], overrides: Sequence[str] = (), quic
 
 
 def checked(recipe: Recipe) -> Recipe:
-    """The recipe, if its model can be built."""
-    if not recipe.start.model:
-        recipe.model_config_for(recipe.start.vocab_size)
+    """The recipe, if its model can be built, and a draft of it where one is wanted."""
+    start, wanted = recipe.start, recipe.draft.prompts
+    if not start.model:
+        config = recipe.model_config_for(start.vocab_size)
+    else:
+        config = hf.read_config(start.model) if wanted else None
+    if wanted and config is not None and not config.mtp_layers:
+        raise UserError(
+            f"draft.prompts = {wanted}: the model has no MTP layer to make a draft of; "
+            "set model.mtp_layers = 1, or draft.prompts = 0"
+        )
     return recipe
 
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from nonet.config import build
+from nonet.pipeline.context import Context
 from nonet.pipeline.recipe import Recipe
-from nonet.pipeline.stages import EVENTS, STAGES, Context
+from nonet.pipeline.stages import EVENTS, STAGES
 from nonet.run import Run, write_atomic
 from nonet.types import UserError
 
@@ -63,7 +65,7 @@ def start_over(run: Run, stage: str) -> None:
 
 
 def print_table(run: Run) -> None:
-    """Held-out reward before and after RL per domain and mode, from the run's events."""
+    """Held-out reward before and after RL per domain and mode, then the draft's acceptance, from the run's events."""
     evals = {(e["domain"], e["mode"], e["stage"]): e for e in run.events("eval")}
     table = Table(title="held-out reward, 95% intervals")
     for column in ("domain", "mode", "prompts", "before RL", "after RL", "gain"):
@@ -75,6 +77,24 @@ def print_table(run: Run) -> None:
             g["domain"], g["mode"], str(g["n"]), *spread, f"{g['gain']:+.3f} [{g['low']:+.3f}, {g['high']:+.3f}]"
         )
     console = Console(width=120)
-    if table.row_count:
-        console.print(table)
+    for shown in (table, draft_table(run)):
+        if shown.row_count:
+            console.print(shown)
     console.print(f"report: {run.path / 'report.html'}", soft_wrap=True)
+
+
+def draft_table(run: Run) -> Table:
+    """Acceptance length of the untouched MTP layer and of the tuned draft; no rows where no draft was made."""
+    table = Table(title="acceptance length (bonus token included), 95% intervals")
+    for column in ("domain", "mode", "tasks", "drafted", "MTP untouched", "tuned", "gain"):
+        table.add_column(column)
+    for e in run.events("draft_measured"):
+        lengths = [_length(e[name]) for name in ("untouched", "tuned")]
+        g = e["factor"]
+        gain = f"{g['ratio']:.2f}x [{g['low']:.2f}, {g['high']:.2f}]" if g else "-"
+        table.add_row(e["domain"], e["mode"], str(e["tuned"]["requests"]), str(e["tokens"]), *lengths, gain)
+    return table
+
+
+def _length(f: Mapping[str, Any]) -> str:
+    return f"{f['length']:.2f} [{f['low']:.2f}, {f['high']:.2f}]" if f["requests"] else "all looping"

@@ -5,6 +5,7 @@ cold        models/cold                       next-token + MTP training on demon
 eval-cold   evals/cold-DOMAIN-MODE.json
 rl          models/rl
 eval-rl     evals/rl-DOMAIN-MODE.json, gains
+draft       models/draft                      the policy's own MTP layer made into a draft (draft_stage.py)
 sample, report
 """
 
@@ -12,12 +13,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 from nonet import report, tasks
-from nonet.chat import Tokenizer
 from nonet.chat.training import train as train_tokenizer
 from nonet.harness import load_spec, phrases, render_assistant
 from nonet.harness.episode import demonstration
@@ -25,41 +23,19 @@ from nonet.lm.trainer import Row
 from nonet.lm.trainer import train as train_lm
 from nonet.model import Model, hf
 from nonet.model.init import initialise
-from nonet.pipeline.recipe import Recipe
+from nonet.pipeline.context import Context
+from nonet.pipeline.draft_stage import draft
 from nonet.protocols import TaskSource
 from nonet.rl.evaluate import eval_event, evaluate, gain, rewards_by_task
 from nonet.rl.loop import Loop
 from nonet.rl.record import trajectory_record
 from nonet.rl.setting import Setting, open_sandbox
-from nonet.run import Run, write_atomic
+from nonet.run import write_atomic
 from nonet.types import UserError
 
 # Demonstrations come from train indices that RL never reaches, so its prompts are new to the policy.
 DEMONSTRATIONS_FROM = 10_000_000
 MODES = {"sampled": 1.0, "greedy": 0.0}
-
-
-@dataclass
-class Context:
-    recipe: Recipe
-    run: Run
-
-    def models(self, name: str) -> Path:
-        return self.run.path / "models" / name
-
-    @cached_property
-    def tokenizer(self) -> Tokenizer:
-        return Tokenizer(self.models("start"))
-
-    def setting(self, spec: str) -> Setting:
-        """The recipe's harness, rewards and efforts over one task spec."""
-        t, seed = self.recipe.tasks, self.recipe.run.seed
-        rewards = {t.reward: tasks.load_reward(t.reward)} if t.reward else None
-        source = tasks.load(spec, seed=seed, difficulty=t.difficulty)
-        return Setting(source, load_spec(t.harness), self.tokenizer, rewards, t.efforts, seed)
-
-    def everything(self) -> Setting:
-        return self.setting(",".join(self.recipe.tasks.sources.values()))
 
 
 def tokenizer(c: Context) -> None:
@@ -179,6 +155,7 @@ STAGES: tuple[tuple[str, Callable[[Context], None]], ...] = (
     ("eval-cold", eval_cold),
     ("rl", rl),
     ("eval-rl", eval_rl),
+    ("draft", draft),
     ("sample", sample),
     ("report", write_report),
 )
@@ -188,5 +165,6 @@ STAGES: tuple[tuple[str, Callable[[Context], None]], ...] = (
 EVENTS: dict[str, tuple[tuple[str, str | None], ...]] = {
     "eval-cold": (("eval", "eval-cold"),),
     "eval-rl": (("eval", "eval-rl"), ("gain", None)),
+    "draft": (("draft_measured", "draft"),),
     "sample": (("sample", None),),
 }

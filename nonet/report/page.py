@@ -20,6 +20,7 @@ from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
 from nonet.report import figures, trajectories, viewer
+from nonet.report.acceptance import acceptance
 from nonet.report.headline import headline
 from nonet.report.read import STAGES, Event, RunLog, latest_by, number, printable, read_run, text, without_paths
 
@@ -100,6 +101,7 @@ def _training(log: RunLog, found: trajectories.Scan) -> dict[str, Any]:
 def _tail(log: RunLog) -> dict[str, Any]:
     samples, notes = log.of("sample"), log.of("note")
     return {
+        "draft": acceptance(log),
         "samples": [(_long(e, "prompt"), _long(e, "text")) for e in samples[:MOST_SAMPLES]],
         "samples_cut": max(0, len(samples) - MOST_SAMPLES),
         "samples_missing": log.why_missing("sample", "samples"),

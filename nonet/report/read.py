@@ -18,7 +18,7 @@ from typing import Any
 Event = dict[str, Any]
 Points = list[tuple[float, float]]
 
-STAGES = ("tokenizer", "cold", "eval-cold", "rl", "eval-rl", "sample", "report")
+STAGES = ("tokenizer", "cold", "eval-cold", "rl", "eval-rl", "draft", "sample", "report")
 _ABSOLUTE = re.compile(r"(?<![\w./:\\])(?:[A-Za-z]:\\|/)(?:[^\s/\\\"'<>|]+[/\\])+([^\s/\\\"'<>|]+)")
 
 

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from nonet.pipeline import load_recipe
+from nonet.pipeline.drafting import Job
 from nonet.types import UserError
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-SHIPPED = sorted(p for p in RECIPES.glob("*.toml") if not p.name.endswith(".quick.toml"))
+SHIPPED = sorted(p for p in RECIPES.glob("*.toml") if not p.name.endswith((".quick.toml", "-draft.toml")))
 
 
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda p: p.stem)
@@ -19,6 +20,11 @@ def test_every_recipe_we_ship_loads_with_and_without_quick(file):
     if file.with_suffix(".quick.toml").exists():
         quick = load_recipe([file], quick=True)
         assert quick.rl.steps < whole.rl.steps
+
+
+@pytest.mark.parametrize("file", sorted(RECIPES.glob("*-draft.toml")), ids=lambda p: p.stem)
+def test_every_recipe_for_nonet_draft_loads(file):
+    assert Job.of(file, (), (), None, ()).recipe.draft.target
 
 
 def write(path: Path, text: str) -> Path:

@@ -35,7 +35,7 @@ def write_run(path: Path, *, cold: int = 90, steps: int = 120, per_step: int = 2
     path.mkdir(parents=True, exist_ok=True)
     (path / "resolved.json").write_text(json.dumps(_settings()))
     events = [*_cold(rng, cold), *_evals(rng, "eval-cold", 0.0), *_rl(rng, steps), *_evals(rng, "eval-rl", 0.2)]
-    events += [*_gains(rng), *_tail(evil)]
+    events += [*_gains(rng), *_draft(), *_tail(evil)]
     lines = [json.dumps({"t": T0 + 3.1 * i, **e}) + "\n" for i, e in enumerate(events)]
     (path / "events.jsonl").write_text("".join(lines))
     folder = path / "trajectories"
@@ -97,6 +97,20 @@ def _gains(rng: random.Random) -> list[dict[str, Any]]:
             row = {"domain": domain, "mode": mode, "n": 1000, "gain": gain}
             out.append({"kind": "gain", **row, "low": gain - 0.035, "high": gain + 0.035})
     return out
+
+
+def _draft() -> list[dict[str, Any]]:
+    out = [_stage("draft", "start")]
+    for mode in ("sampled", "greedy"):
+        for k, domain in enumerate(("all", *DOMAINS)):
+            lengths = {"untouched": 2.5 + 0.1 * k, "tuned": 3.8 + 0.1 * k}
+            row: dict[str, Any] = {"stage": "draft", "mode": mode, "tokens": 7, "domain": domain}
+            for name, length in lengths.items():
+                positions = [0.9 * (1 - 1 / length) ** i for i in range(7)]
+                row[name] = {"requests": 100, "looping": 0.0, "length": length, "low": length - 0.2}
+                row[name] |= {"high": length + 0.2, "steps": 900, "positions": positions}
+            out.append({"kind": "draft_measured", **row, "factor": {"ratio": 1.52, "low": 1.4, "high": 1.63}})
+    return [*out, _stage("draft", "done", seconds=21.0)]
 
 
 def _rl(rng: random.Random, steps: int) -> list[dict[str, Any]]:

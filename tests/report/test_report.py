@@ -88,7 +88,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_complete_run_has_every_section(run: Path) -> None:
     page = check(run)
-    for identity in ("headline", "cold", "rl", "lengths", "versions", "reader", "samples", "stages"):
+    for identity in ("headline", "cold", "rl", "lengths", "versions", "reader", "draft", "samples", "stages"):
         assert identity in page.ids
     assert "All stages have ended." in page.text
     assert 'class="missing"' not in (run / "report.html").read_text().replace('<noscript><p class="missing"', "")
@@ -106,6 +106,29 @@ def test_the_headline_shows_recorded_numbers(run: Path) -> None:
         "6 comparisons of held-out reward: "
         "the 95% interval of the gain is above zero in 4, below zero in 0, across zero in 2." in page.text
     )
+
+
+def test_the_drafts_acceptance_is_shown_as_recorded(run: Path) -> None:
+    page = check(run)
+    for words in ("3.80", "[3.60, 4.00]", "1.52×", "[1.40, 1.63]", "Acceptance by position", "tuned, sampled"):
+        assert words in page.text
+
+
+def test_a_run_without_a_draft_has_no_section_for_it(run: Path, tmp_path: Path) -> None:
+    lines = [x for x in (run / "events.jsonl").read_text().splitlines() if "draft" not in x]
+    (tmp_path / "events.jsonl").write_text("\n".join(lines) + "\n")
+    assert "draft" not in check(tmp_path).ids
+    (tmp_path / "events.jsonl").write_text(json.dumps({"kind": "stage", "name": "draft", "status": "start"}) + "\n")
+    assert "No draft: the stage “draft” has started and has not recorded any yet." in check(tmp_path).text
+
+
+@pytest.mark.parametrize(
+    "torn", [{"tuned": 3}, {"factor": "much"}, {"tuned": {"positions": ["x", None, 0.5], "length": 2}}]
+)
+def test_a_torn_measurement_is_shown_as_far_as_it_goes(torn: dict[str, Any], tmp_path: Path) -> None:
+    event = {"kind": "draft_measured", "domain": "all", "mode": "sampled", **torn}
+    (tmp_path / "events.jsonl").write_text(json.dumps(event) + "\n")
+    assert "draft" in check(tmp_path).ids
 
 
 def test_same_directory_same_page(run: Path) -> None:

@@ -1,0 +1,124 @@
+"""The stage "draft" of `nonet run`: after RL, the policy's own MTP layer becomes a draft of the policy.
+
+OUT/draft/answers/     what the policy says to training tasks, at temperature 1       (draft_play.py)
+OUT/draft/features/    its hidden states there; deleted when the draft is there        (draft/store.py)
+OUT/checkpoints/       of training                                                     (draft/train.py)
+OUT/models/draft       the draft: nonet serve OUT/models/rl --draft OUT/models/draft
+
+RL leaves the MTP layer as the cold start made it, so it guesses what an earlier policy would say, and was never trained
+on its own states. Measured are therefore both: the layer as it is, drafting several tokens, and the tuned draft.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nonet.draft import files
+from nonet.draft.answers import Answer
+from nonet.draft.config import DraftConfig, mtp_config
+from nonet.draft.model import Draft, started
+from nonet.draft.store import FeatureStore, Kind, capture, trainable
+from nonet.draft.train import TrainConfig, Training
+from nonet.draft.windows import Windows
+from nonet.model import Model, hf
+from nonet.pipeline.context import Context
+from nonet.pipeline.draft_eval import RESAMPLED, Told, by_domain, figures
+from nonet.pipeline.draft_play import Policy
+from nonet.run import Run
+
+STAGE = "draft"
+MODES = {"sampled": 1.0, "greedy": 0.0}
+DRAFTS = ("untouched", "tuned")
+
+
+def draft(c: Context) -> None:
+    table = c.recipe.draft
+    if not table.prompts:
+        return
+    model = hf.load(c.models("rl"))
+    policy = policy_of(c, model)
+    vocabulary = files.vocabulary_hash(c.models("rl"))
+    untouched = started(mtp_config(model.config, vocabulary, steps=table.train.unroll), model)
+    tuned = _tuned(c, policy, untouched.config)
+    for mode, temperature in MODES.items():
+        told = {
+            name: policy.told(d, temperature, table.measured, table.tokens)
+            for name, d in zip(DRAFTS, (untouched, tuned), strict=True)
+        }
+        for event in measured_events(told):
+            c.run.event("draft_measured", stage=STAGE, mode=mode, tokens=table.tokens, **event)
+
+
+def policy_of(c: Context, model: Model) -> Policy:
+    settings = {domain: c.setting(spec) for domain, spec in c.recipe.tasks.sources.items()}
+    return Policy(model, settings, c.recipe.rl.max_tokens, c.recipe.rl.max_batch)
+
+
+def _tuned(c: Context, policy: Policy, config: DraftConfig) -> Draft:
+    """The trained draft of the run directory, trained now if it is not there."""
+    table, out, folder = c.recipe.draft, c.models("draft"), c.run.path / "draft"
+    if not (out / "config.json").exists():
+        answers = policy.answers(folder / "answers", table.prompts, table.chosen_by)
+        learnt, held = (captured(policy.model, answers, side, folder / "features", config) for side in (False, True))
+        draft = started(config, policy.model)
+        fit(draft, learnt, held, table.window, table.batch_tokens, table.train, c.run, STAGE)
+        partial = out.with_name(".draft")
+        shutil.rmtree(partial, ignore_errors=True)
+        files.save(draft, partial)
+        partial.rename(out)
+    shutil.rmtree(folder / "features", ignore_errors=True)
+    return files.load(out, policy.model, config.target.vocabulary)
+
+
+def captured(
+    model: Model, answers: Sequence[Answer], heldout: bool, folder: Path, config: DraftConfig, kind: Kind = "bf16"
+) -> FeatureStore:
+    """Features of one side's answers, under `folder`."""
+    target = f"{config.target.config}/{config.target.vocabulary}"
+    rows = trainable(answers, heldout)
+    return capture(model, rows, folder / ("held" if heldout else "learnt"), config.taps, kind, target)
+
+
+def fit(
+    draft: Draft, learnt: FeatureStore, held: FeatureStore, window: int, tokens: int, config: TrainConfig, run: Run,
+    stage: str,
+) -> None:  # fmt: skip
+    """Train in place, on batches of so many tokens; of the drafts on the way the one that `held` likes best is kept."""
+    windows = Windows.of(learnt, window, tokens)
+    chosen_by = list(Windows.of(held, window, tokens).in_order())
+    Training(draft, lambda step: [windows.batch(step)], chosen_by, config, run, stage).fit()
+
+
+# ------------------------------------------------------------------------------------ figures
+
+
+def measured_events(told: Mapping[str, Sequence[Told]]) -> Iterator[dict[str, Any]]:
+    """By domain, and over all: each draft's figures, and the factor between their lengths."""
+    found = {name: {"all": figures(of), **by_domain(of)} for name, of in told.items()}
+    first, last = (told[name] for name in DRAFTS)
+    for domain in found[DRAFTS[0]]:
+        before, after = ([t for t in of if domain in ("all", t.asked.domain)] for of in (first, last))
+        yield {"domain": domain, **{name: found[name][domain] for name in DRAFTS}, "factor": ratio(before, after)}
+
+
+def ratio(first: Sequence[Told], last: Sequence[Told], seed: int = 0) -> dict[str, float]:
+    """Acceptance length of `last` over that of `first`, with a 95% interval that resamples tasks: both play the same
+    ones, and of a task where either loops neither counts. {} if none is left.
+    """
+    kept = [{t.asked.name: t.drafts for t in of if t.drafts.proposed and not t.looping} for of in (first, last)]
+    names = [name for name in kept[0] if name in kept[1]]
+    if not names:
+        return {}
+    counts_DNK = np.array([[(sum(of[n].accepted), of[n].proposed[0]) for n in names] for of in kept], np.float64)
+    chosen_RN = np.random.default_rng(seed).integers(0, len(names), (RESAMPLED, len(names)))
+    chosen_RN = np.concatenate([np.arange(len(names))[None], chosen_RN])  # the first is the sample itself
+    sums_DRK = counts_DNK[:, chosen_RN].sum(2)
+    lengths_DR = 1 + sums_DRK[..., 0] / sums_DRK[..., 1]
+    ratio_R = lengths_DR[1] / lengths_DR[0]
+    low, high = np.quantile(ratio_R[1:], (0.025, 0.975))
+    return {"ratio": float(ratio_R[0]), "low": float(low), "high": float(high)}
