@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -12,8 +13,10 @@ from drafters import Echo
 from nonet.engine import Engine
 from nonet.engine.divergence import first_divergence
 from nonet.engine.drafter import Proposal
+from nonet.engine.feed import draws
 from nonet.engine.lookup import PromptLookup
-from nonet.engine.row import Drafts, pages_for
+from nonet.engine.row import Drafts, Row, pages_for
+from nonet.ops.rng import uniforms
 from nonet.types import Completion, Request, Sampling, UserError
 
 GREEDY = Sampling(0.0)
@@ -157,11 +160,22 @@ def test_where_memory_is_short_less_is_drafted_and_nobody_is_sent_back():
     assert engine.ledger.pages.size == 8
 
 
+def test_draws_made_ahead_are_those_of_their_positions_when_rows_jump():
+    rows = [Row.of(request(f"r{i}", 5 + i), "") for i in range(3)]
+    for step in range(60):
+        keys, positions = np.array([r.key for r in rows], np.uint64), np.array([r.length for r in rows], np.uint64)
+        if step % 4 < 2:  # not every step asks
+            assert draws(rows).tolist() == uniforms(keys, positions).tolist()
+        for i, row in enumerate(rows):
+            row.tokens += [1] * (i + 1 + step % 3)
+            row.logprobs += [0.0] * (i + 1 + step % 3)
+
+
 @pytest.mark.parametrize("cached", [True, False])
 def test_a_long_row_that_is_sent_back_goes_on_with_the_draws_of_its_positions(cached):
     m = tiny.model("gqa")
-    asked = [request(f"r{i}", 9, 120, i) for i in range(2)]
-    tight = dict(deterministic=True, pages=12, prefix_cache=cached)
+    asked = [request(f"r{i}", 9, 120, i, sampling=Sampling(3.0)) for i in range(3)]
+    tight = dict(deterministic=True, pages=18, prefix_cache=cached)
     engine = Engine(m, drafter=Echo(m), **tight)
     found = run(engine, *asked)
     assert engine.figures()["preemptions_total"] > 0
