@@ -8,7 +8,6 @@ FOLDER/runs, drafts, results     of each cell; a cell whose result is there is n
 
 from __future__ import annotations
 
-import copy
 import json
 import shutil
 from dataclasses import dataclass
@@ -39,7 +38,7 @@ FOLDER = Path("runs/draft-nano")
 LEARNT, CHOSEN_BY, MEASURED, DRAFTED = 400, 16, 50, 7  # tasks of each domain; tokens drafted at a time
 STEPS, BATCH, WINDOW = 80, 1024, 512  # of tuning, all cells alike, on the same batches
 ADDED_STEPS = 240  # of an MTP layer that comes after the backbone, on other answers
-RATES = {"cotrained": 2e-3, "added": 2e-3, "random": 2e-3}
+RATE = 5e-3  # of Muon, as the backbone is trained with
 OTHER_TASKS = ANSWERS_FROM + 1_000_000
 
 Start = Literal["cotrained", "added", "random"]
@@ -98,11 +97,7 @@ class Backbone:
             return files.load(out, self.model)
         draft = self._start(cell)
         if cell.tuned:
-            config = TrainConfig(
-                steps=STEPS, unroll=cell.unroll, loss=cell.loss, train_fusion=cell.fusion, lr=RATES[cell.start],
-                eval_every=STEPS // 4,
-            )  # fmt: skip
-            self._train(draft, self._stores, config, cell.name)
+            self._train(draft, self._stores, training(STEPS, cell.unroll, cell.loss, cell.fusion), cell.name)
         self._keep(draft, out)
         return draft
 
@@ -128,12 +123,8 @@ class Backbone:
         fresh = initialise(Model(self.model.config), self.seed + 1000)
         assert fresh.mtp is not None
         draft = started(self.mtp, self.model)
-        draft.mtp.load_state_dict(copy.deepcopy(fresh.mtp.state_dict()))
-        stores = self._captured("other", OTHER_TASKS)
-        config = TrainConfig(
-            steps=ADDED_STEPS, unroll=1, loss="kl", train_fusion=False, lr=RATES["added"], eval_every=ADDED_STEPS // 4
-        )
-        self._train(draft, stores, config, "added")
+        draft.mtp.load_state_dict(fresh.mtp.state_dict())
+        self._train(draft, self._captured("other", OTHER_TASKS), training(ADDED_STEPS, 1, "kl", False), "added")
         self._keep(draft, out)
         return draft
 
@@ -164,3 +155,9 @@ class Backbone:
         shutil.rmtree(partial, ignore_errors=True)
         files.save(draft, partial)
         partial.rename(out)
+
+
+def training(steps: int, unroll: int, loss: Kind, fusion: bool) -> TrainConfig:
+    return TrainConfig(
+        steps=steps, unroll=unroll, loss=loss, train_fusion=fusion, optimizer="muon", lr=RATE, eval_every=steps // 4
+    )
