@@ -31,24 +31,28 @@ static Sight mla_sight(const Work *w, const Layer *l, I r, I unused) {
   return (Sight){latents, latents, m->H, L, T, m->R, m->skip, 1.0f / sqrtf(m->nope + m->extra)};
 }
 
-/* Every span of every group of heads of every row, shared among the team. q[rows][groups][heads][kn]; a row's says are
-   [span][groups * heads][record] from starts[r] on. */
+/* Every span of every group of heads of every row, shared among the team. The tokens of a sequence look at a span one
+   after another, while it is in the cache. q[rows][groups][heads][kn]; a row's says are [span][groups * heads][record]
+   from starts[r] on. */
 static void attend(const Work *w, const Layer *l, Sight (*sight)(const Work *, const Layer *, I, I), I groups,
                    const float *q, float *says, const I *starts) {
+  const I run = w->where->T < w->rows ? w->where->T : w->rows;
   I items = 0, from, to, item = 0;
   for (I r = 0; r < w->rows; r++) items += groups * spans(w->row[r].seen);
   share(&w->team, items, 1, &from, &to);
-  for (I r = 0; r < w->rows; r++)
+  for (I first = 0; first < w->rows; first += run)
     for (I g = 0; g < groups; g++) {
-      const I after = g + 1 < groups || r + 1 == w->rows ? r : r + 1; /* row of the next group */
-      const Sight a = sight(w, l, r, g), next = sight(w, l, after, (g + 1) % groups);
-      const I head = r * groups * a.heads + g * a.heads, one = groups * a.heads * record(a.vn), n = spans(a.L);
-      for (I s = 0; s < n; s++, item++) {
-        if (item < from || item >= to) continue;
-        const Later later = s + 1 < n ? keys_of(&a, s + 1) : keys_of(&next, 0);
-        float *say = says + starts[r] + s * one + g * a.heads * record(a.vn);
-        attend_span(&a, q + head * a.kn, a.kn, s, say, w->own, &later);
-      }
+      const I last = first + run - 1, after = g + 1 < groups || last + 1 == w->rows ? last : last + run;
+      const Sight whole = sight(w, l, last, g), next = sight(w, l, after, (g + 1) % groups);
+      const I head = g * whole.heads, all = groups * whole.heads, n = spans(whole.L), size = record(whole.vn);
+      for (I s = 0; s < n; s++)
+        for (I r = first; r <= last; r++) {
+          if (s >= spans(w->row[r].seen) || item++ < from || item > to) continue;
+          const Sight a = sight(w, l, r, g);
+          const Later later = s + 1 < n ? keys_of(&whole, s + 1) : keys_of(&next, 0);
+          float *say = says + starts[r] + (s * all + head) * size;
+          attend_span(&a, q + (r * all + head) * a.kn, a.kn, s, say, w->own, &later);
+        }
     }
 }
 
