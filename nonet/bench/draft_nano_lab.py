@@ -35,7 +35,7 @@ from nonet.quant import QuantConfig
 from nonet.run import Run, write_atomic
 
 FOLDER = Path("runs/draft-nano")
-LEARNT, CHOSEN_BY, MEASURED, DRAFTED = 400, 16, 50, 7  # tasks of each domain; tokens drafted at a time
+LEARNT, CHOSEN_BY, MEASURED, DRAFTED = 400, 16, 80, 7  # tasks of each domain; tokens drafted at a time
 STEPS, BATCH, WINDOW = 80, 1024, 512  # of tuning, all cells alike, on the same batches
 ADDED_STEPS = 240  # of an MTP layer that comes after the backbone, on other answers
 RATE = 5e-3  # of Muon, as the backbone is trained with
