@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -147,7 +148,7 @@ class Backbone:
 
     def _train(self, draft: Draft, stores: tuple[FeatureStore, FeatureStore], config: TrainConfig, name: str) -> None:
         run = Run(FOLDER / "runs" / f"{name}-{self.seed}", config.model_dump(mode="json"))
-        fit(draft, *stores, WINDOW, BATCH, config, run, "draft")
+        fit(draft, *stores, WINDOW, BATCH, config, run, "draft", latest)
 
     @staticmethod
     def _keep(draft: Draft, out: Path) -> None:
@@ -161,3 +162,8 @@ def training(steps: int, unroll: int, loss: Kind, fusion: bool) -> TrainConfig:
     return TrainConfig(
         steps=steps, unroll=unroll, loss=loss, train_fusion=fusion, optimizer="muon", lr=RATE, eval_every=steps // 4
     )
+
+
+def latest(_: Draft) -> float:
+    """Scores by which the last draft is kept: cells are compared at equal tokens, and none is chosen."""
+    return time.time()

@@ -12,7 +12,7 @@ on its own states. Measured are therefore both: the layer as it is, drafting sev
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,12 +86,14 @@ def captured(
 
 def fit(
     draft: Draft, learnt: FeatureStore, held: FeatureStore, window: int, tokens: int, config: TrainConfig, run: Run,
-    stage: str,
+    stage: str, score: Callable[[Draft], float] | None = None,
 ) -> None:  # fmt: skip
-    """Train in place, on batches of so many tokens; of the drafts on the way the one that `held` likes best is kept."""
+    """Train in place, on batches of `tokens` tokens. Of the drafts on the way the one that does best is kept, on `held`
+    or by `score`.
+    """
     windows = Windows.of(learnt, window, tokens)
     chosen_by = list(Windows.of(held, window, tokens).in_order())
-    Training(draft, lambda step: [windows.batch(step)], chosen_by, config, run, stage).fit()
+    Training(draft, lambda step: [windows.batch(step)], chosen_by, config, run, stage, score).fit()
 
 
 # ------------------------------------------------------------------------------------ figures

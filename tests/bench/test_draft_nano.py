@@ -35,7 +35,7 @@ def test_every_start_gives_a_draft_of_the_backbone(bench, cell):
     found = result(0, cell)
     assert 1 <= found["low"] <= found["length"] <= found["high"] <= 4
     assert found["domains"].keys() == {"general"} and found["parameters"] > 0
-    assert found["trained_steps"] <= (4 if cell.tuned else 0) or cell.start == "added"
+    assert found["trained_steps"] == (4 if cell.tuned else 0)
 
 
 def test_a_cell_that_is_done_is_not_run_again(bench, monkeypatch):
@@ -57,6 +57,10 @@ def test_a_cell_that_was_killed_before_it_was_measured_keeps_its_draft(bench, mo
     written = (folder / "model.safetensors").stat().st_mtime_ns
     assert result(0, TUNED)["length"] >= 1
     assert (folder / "model.safetensors").stat().st_mtime_ns == written
+
+
+def test_every_cell_is_measured_at_equal_tokens(bench):
+    assert result(0, Cell("one step", 1))["trained_steps"] == result(0, TUNED)["trained_steps"] == 4
 
 
 def test_a_frozen_fusion_stays_what_it_was(bench):
