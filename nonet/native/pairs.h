@@ -41,18 +41,17 @@ WITH_PAIRS static Split split(const int parts, const float *x, I rows, I K, uint
   return (Split){high, low, width};
 }
 
-/* y[r][n] for RR rows from r on and 16 columns, whose weights are at w. */
-WITH_PAIRS static INLINE void pair_panel(const int parts, const int RR, const Split *x, I r, const char *w,
-                                         I stride, float *y, I ys, I ahead) {
-  const int NN = 16 / RR;
+/* y[r][n] for RR rows from r on and 16 columns, whose weights are at w, NN of them at a time. */
+WITH_PAIRS static INLINE void pair_panel(const int parts, const int RR, const int NN, const Split *x, I r,
+                                         const char *w, I stride, float *y, I ys, I ahead) {
   const uint16_t *high = x->high + r * x->width, *low = x->low + r * x->width;
   for (int first = 0; first < 16; first += NN) {
-    __m512 acc[16];
-    V sums_of[16];
-    float out[16];
+    __m512 acc[32];
+    V sums_of[32];
+    float out[32];
     const char *v = w + first * stride;
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; i++) acc[i] = _mm512_setzero_ps();
+#pragma GCC unroll 32
+    for (int i = 0; i < (RR * NN + 15) / 16 * 16; i++) acc[i] = _mm512_setzero_ps();
     for (I k = 0; k < x->width; k += 32)
 #pragma GCC unroll 16
       for (int n = 0; n < NN; n++) {
@@ -68,6 +67,7 @@ WITH_PAIRS static INLINE void pair_panel(const int parts, const int RR, const Sp
       }
     memcpy(sums_of, acc, sizeof acc);
     store(out, sums(sums_of));
+    if (RR * NN > 16) store(out + 16, sums(sums_of + 16));
     for (int i = 0; i < RR; i++) memcpy(y + (r + i) * ys + first, out + i * NN, NN * sizeof(float));
   }
 }
@@ -91,10 +91,21 @@ WITH_PAIRS static INLINE void pair_columns(const int parts, Split x, I rows, con
         }
       return;
     }
-    I r = 0;
-    for (; r + 4 <= rows; r += 4) pair_panel(parts, 4, &x, r, w + n * stride, stride, y + n, ys, r ? 0 : ahead);
-    for (; r + 2 <= rows; r += 2) pair_panel(parts, 2, &x, r, w + n * stride, stride, y + n, ys, r ? 0 : ahead);
-    for (; r < rows; r++) pair_panel(parts, 1, &x, r, w + n * stride, stride, y + n, ys, r ? 0 : ahead);
+    const char *v = w + n * stride;
+    const int odd = x.width >= 512, broad = odd && parts == 1; /* as in products.h */
+    for (I r = 0, left; (left = rows - r) > 0;) {
+      const I soon = r ? 0 : ahead;
+#define TAKE(RR, NN) pair_panel(parts, RR, NN, &x, r, v, stride, y + n, ys, soon), r += RR
+      if (broad && left >= 8) TAKE(8, 2);
+      else if (broad && left == 7) TAKE(7, 2);
+      else if (broad && left == 6) TAKE(6, 4);
+      else if (odd && left == 5) TAKE(5, 4);
+      else if (left >= 4) TAKE(4, 4);
+      else if (odd && left == 3) TAKE(3, 4);
+      else if (left >= 2) TAKE(2, 8);
+      else TAKE(1, 16);
+#undef TAKE
+    }
   }
 }
 

@@ -76,7 +76,7 @@ static void share(const Team *t, I n, I grain, I *from, I *to) {
 
 /* ------------------------------------------------------------------ formats */
 
-enum { FLOAT32 = 0, BF16 = 1, INT8 = 2, MXFP4 = 3, W16A16 = 4, GROUP = 32, PANEL = 16 };
+enum { FLOAT32 = 0, BF16 = 1, INT8 = 2, MXFP4 = 3, W16A16 = 4, GROUP = 32, PANEL = 16, LONG = 512 };
 
 /* [N][K]. FLOAT32 is torch's own memory. The others are copies (model/native_weights.py): all rows one after another,
    each filled up with zeros to whole groups of 32, then the scales.
@@ -161,7 +161,7 @@ static INLINE V weights(const I format, const char *p, const int half, V values)
 static INLINE void tile(const I format, const int RR, const int NN, const float *x, I xs, const char *w, I stride,
                         const uint8_t *exponents, I K, V *acc, I ahead) {
   const I bytes_a_group = row_bytes(format, GROUP), G = groups(K);
-#pragma GCC unroll 16
+#pragma GCC unroll 32
   for (int i = 0; i < RR * NN; i++) acc[i] = (V){0};
   I k = 0;
   for (; k + GROUP <= K; k += GROUP)
@@ -190,15 +190,17 @@ static INLINE void tile(const I format, const int RR, const int NN, const float 
     }
 }
 
-/* y[r][n] for RR rows and a panel of 16 columns. */
-static INLINE void panel(const I format, const int RR, const float *x, I xs, const char *w, I stride,
+/* y[r][n] for RR rows and a panel of 16 columns, NN of them at a time. */
+static INLINE void panel(const I format, const int RR, const int NN, const float *x, I xs, const char *w, I stride,
                          const uint8_t *exponents, I K, float *y, I ys, I ahead) {
-  const int NN = PANEL / RR;
-  V acc[PANEL];
-  float out[PANEL];
+  V acc[2 * PANEL];
+  float out[2 * PANEL];
   for (int n = 0; n < PANEL; n += NN) {
     tile(format, RR, NN, x, xs, w + n * stride, stride, exponents + n * groups(K), K, acc, ahead);
+#pragma GCC unroll 32
+    for (int i = RR * NN; i % PANEL; i++) acc[i] = (V){0};
     store(out, sums(acc));
+    if (RR * NN > PANEL) store(out + PANEL, sums(acc + PANEL));
     for (int r = 0; r < RR; r++) memcpy(y + r * ys + n, out + r * NN, NN * sizeof(float));
   }
 }
@@ -220,10 +222,23 @@ static INLINE void product(const I format, const float *x, I xs, I rows, const c
         }
       return;
     }
-    I r = 0;
-    for (; r + 4 <= rows; r += 4) panel(format, 4, x + r * xs, xs, v, stride, e, K, y + r * ys + n, ys, r ? 0 : ahead);
-    for (; r + 2 <= rows; r += 2) panel(format, 2, x + r * xs, xs, v, stride, e, K, y + r * ys + n, ys, r ? 0 : ahead);
-    for (; r < rows; r++) panel(format, 1, x + r * xs, xs, v, stride, e, K, y + r * ys + n, ys, r ? 0 : ahead);
+    /* Odd tiles pass over a panel once for up to 8 rows, which long rows gain by; short ones lose more by folding. */
+    const int odd = K >= LONG, broad = odd && format == FLOAT32; /* others spend their registers on unpacking */
+    for (I r = 0, left; (left = rows - r) > 0;) {
+      const I soon = r ? 0 : ahead;
+      const float *in = x + r * xs;
+      float *out = y + r * ys + n;
+#define TAKE(RR, NN) panel(format, RR, NN, in, xs, v, stride, e, K, out, ys, soon), r += RR
+      if (broad && left >= 8) TAKE(8, 2);
+      else if (broad && left == 7) TAKE(7, 2);
+      else if (broad && left == 6) TAKE(6, 2);
+      else if (odd && left == 5) TAKE(5, 4);
+      else if (left >= 4) TAKE(4, 4);
+      else if (odd && left == 3) TAKE(3, 4);
+      else if (left >= 2) TAKE(2, 8);
+      else TAKE(1, 16);
+#undef TAKE
+    }
   }
 }
 
