@@ -68,8 +68,8 @@ class Case:
 
 
 def compare(got: list[Tensor], want: list[Tensor], tolerance: float) -> None:
-    """Largest difference over largest value, of the loss, rows, acceptances and both gradients. A loss near zero is what
-    is left of terms of order one: float32 knows it to some 1e-7, whatever its size.
+    """Largest difference over largest value, of the loss, rows, acceptances and both gradients. A loss near zero is
+    what is left of terms of order one: float32 knows it to some 1e-7, whatever its size.
     """
     for name, a, b in zip(("mean", "rows", "alpha", "d hidden", "d head"), got, want, strict=True):
         least = 1e-2 if name in ("mean", "rows") else 1e-3
