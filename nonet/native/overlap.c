@@ -85,36 +85,15 @@ static V normalise(const Measure *m, V lse_p, V lse_q, I from, I to) {
   return top;
 }
 
-/* Sums over tokens: min(p, q) and, of those with q < p, q, both over e^top; of the same, p - q; p; p (log p - log q).
- */
-typedef struct {
-  W both, short_, missing, mass, divergence;
-} Sums;
-
-static INLINE void join(Sums *s, const Sums *o) {
-  s->both += o->both;
-  s->short_ += o->short_;
-  s->missing += o->missing;
-  s->mass += o->mass;
-  s->divergence += o->divergence;
-}
-
 static Sums add_up(const Measure *m, V top, I from, I to) {
   Sums s = {{0}, {0}, {0}, {0}, {0}};
   V scale = vexp(top);
   for (I v = from; v < to;) {
-    V both = {0}, short_ = {0}, missing = {0}, mass = {0}, divergence = {0};
-    for (I end = v + TOKENS < to ? v + TOKENS : to; v < end; v++) {
-      V log_p = load(m->log_p + v * LANES), log_q = load(m->log_q + v * LANES), p = expo(log_p);
-      V least = expo(smaller(log_p, log_q) - top);
-      VI in_S = log_q < log_p;
-      both += least;
-      short_ += pick(in_S, least, splat(0));
-      missing += pick(in_S, p - least * scale, splat(0));
-      mass += p;
-      divergence += p * (log_p - log_q);
-    }
-    join(&s, &(Sums){wide(both), wide(short_), wide(missing), wide(mass), wide(divergence)});
+    Few few = {{0}, {0}, {0}, {0}, {0}};
+    for (I end = v + TOKENS < to ? v + TOKENS : to; v < end; v++)
+      count(&few, load(m->log_p + v * LANES), load(m->log_q + v * LANES), top, scale);
+    const Sums more = widened(&few);
+    join(&s, &more);
   }
   return s;
 }

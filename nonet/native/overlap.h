@@ -26,6 +26,38 @@ static INLINE V smaller(V a, V b) { return pick(a < b, a, b); }
 /* e^x, and 0 below e^-70: what follows multiplies it, and products below 1e-38 cost a hundred times a normal one. */
 static INLINE V expo(V x) { return pick(x < -70.0f, splat(0), vexp(x)); }
 
+/* Sums over tokens: min(p, q) and, of those with q < p, q, both over e^top; of the same, p - q; p; p (log p - log q).
+   Of few tokens in floats, of all in doubles. */
+typedef struct {
+  V both, short_, missing, mass, divergence;
+} Few;
+typedef struct {
+  W both, short_, missing, mass, divergence;
+} Sums;
+
+/* scale: e^top */
+static INLINE void count(Few *s, V log_p, V log_q, V top, V scale) {
+  V p = expo(log_p), least = expo(smaller(log_p, log_q) - top);
+  VI in_S = log_q < log_p;
+  s->both += least;
+  s->short_ += pick(in_S, least, splat(0));
+  s->missing += pick(in_S, p - least * scale, splat(0));
+  s->mass += p;
+  s->divergence += p * (log_p - log_q);
+}
+
+static INLINE void join(Sums *s, const Sums *o) {
+  s->both += o->both;
+  s->short_ += o->short_;
+  s->missing += o->missing;
+  s->mass += o->mass;
+  s->divergence += o->divergence;
+}
+
+static INLINE Sums widened(const Few *s) {
+  return (Sums){wide(s->both), wide(s->short_), wide(s->missing), wide(s->mass), wide(s->divergence)};
+}
+
 static void *scratch(I floats) { return aligned_alloc(64, (floats * sizeof(float) + 63) / 64 * 64); }
 
 /* Where thread t's part of n tokens begins; parts are whole tiles, but for the last. */

@@ -62,26 +62,20 @@ static void measure_row(const Measure *m, I r) {
     tops = larger(tops, smaller(sp * widen(zp + i) - lse_p, sq * widen(zq + i) - lse_q));
   const float top = largest(tops);
   const V scale = vexp(splat(top));
-  W sums_of[5] = {{0}};
+  Sums s = {{0}, {0}, {0}, {0}, {0}};
   for (I i = 0; i < m->N;) {
-    V both = {0}, short_ = {0}, missing = {0}, mass = {0}, divergence = {0};
-    for (I end = i + 64 * LANES < m->N ? i + 64 * LANES : m->N; i < end; i += LANES) {
-      V log_p = sp * widen(zp + i) - lse_p, log_q = sq * widen(zq + i) - lse_q, p = expo(log_p);
-      V least = expo(smaller(log_p, log_q) - top);
-      VI in_S = log_q < log_p;
-      both += least;
-      short_ += pick(in_S, least, splat(0));
-      missing += pick(in_S, p - least * scale, splat(0));
-      mass += p;
-      divergence += p * (log_p - log_q);
-    }
-    sums_of[0] += wide(both), sums_of[1] += wide(short_), sums_of[2] += wide(missing);
-    sums_of[3] += wide(mass), sums_of[4] += wide(divergence);
+    Few few = {{0}, {0}, {0}, {0}, {0}};
+    for (I end = i + 64 * LANES < m->N ? i + 64 * LANES : m->N; i < end; i += LANES)
+      count(&few, sp * widen(zp + i) - lse_p, sq * widen(zq + i) - lse_q, splat(top), scale);
+    const Sums more = widened(&few);
+    join(&s, &more);
   }
-  const double both = total_of(sums_of[0]);
+  const double both = total_of(s.both);
   m->out[r] = (float)(top + log(both));
-  m->out[m->rows + r] = (float)(total_of(sums_of[1]) / both);
-  for (int k = 2; k < 5; k++) m->out[k * m->rows + r] = (float)total_of(sums_of[k]);
+  m->out[m->rows + r] = (float)(total_of(s.short_) / both);
+  m->out[2 * m->rows + r] = (float)total_of(s.missing);
+  m->out[3 * m->rows + r] = (float)total_of(s.mass);
+  m->out[4 * m->rows + r] = (float)total_of(s.divergence);
 }
 
 int overlap_rows_measure(const Measure *m) {
