@@ -11,6 +11,23 @@
 
 #define INLINE inline __attribute__((always_inline))
 
+enum { LONG = 512 };
+
+/* All rows of a panel by TAKE(rows, columns at a time), which sees r. Odd tiles (and, where registers are left over,
+   broad ones) pass over the weights once for up to 8 rows: long rows gain by it, those shorter than LONG lose more by
+   folding the sums of tiles that are not full. SIX: columns of the tile of six rows. */
+#define BY_TILES(rows, odd, broad, SIX)                                                                                \
+  for (I r = 0, left; (left = (rows) - r) > 0;) {                                                                      \
+    if ((broad) && left >= 8) TAKE(8, 2), r += 8;                                                                      \
+    else if ((broad) && left == 7) TAKE(7, 2), r += 7;                                                                 \
+    else if ((broad) && left == 6) TAKE(6, SIX), r += 6;                                                               \
+    else if ((odd) && left == 5) TAKE(5, 4), r += 5;                                                                   \
+    else if (left >= 4) TAKE(4, 4), r += 4;                                                                            \
+    else if ((odd) && left == 3) TAKE(3, 4), r += 3;                                                                   \
+    else if (left >= 2) TAKE(2, 8), r += 2;                                                                            \
+    else TAKE(1, 16), r += 1;                                                                                          \
+  }
+
 /* x[rows][K] split: rows of `width` numbers, the high parts of all rows, then the low parts, if there are two. */
 typedef struct {
   const uint16_t *high, *low;
@@ -92,20 +109,10 @@ WITH_PAIRS static INLINE void pair_columns(const int parts, Split x, I rows, con
       return;
     }
     const char *v = w + n * stride;
-    const int odd = x.width >= 512, broad = odd && parts == 1; /* as in products.h */
-    for (I r = 0, left; (left = rows - r) > 0;) {
-      const I soon = r ? 0 : ahead;
-#define TAKE(RR, NN) pair_panel(parts, RR, NN, &x, r, v, stride, y + n, ys, soon), r += RR
-      if (broad && left >= 8) TAKE(8, 2);
-      else if (broad && left == 7) TAKE(7, 2);
-      else if (broad && left == 6) TAKE(6, 4);
-      else if (odd && left == 5) TAKE(5, 4);
-      else if (left >= 4) TAKE(4, 4);
-      else if (odd && left == 3) TAKE(3, 4);
-      else if (left >= 2) TAKE(2, 8);
-      else TAKE(1, 16);
+    const int odd = x.width >= LONG;
+#define TAKE(RR, NN) pair_panel(parts, RR, NN, &x, r, v, stride, y + n, ys, r ? 0 : ahead)
+    BY_TILES(rows, odd, odd && parts == 1, 4)
 #undef TAKE
-    }
   }
 }
 

@@ -76,7 +76,7 @@ static void share(const Team *t, I n, I grain, I *from, I *to) {
 
 /* ------------------------------------------------------------------ formats */
 
-enum { FLOAT32 = 0, BF16 = 1, INT8 = 2, MXFP4 = 3, W16A16 = 4, GROUP = 32, PANEL = 16, LONG = 512 };
+enum { FLOAT32 = 0, BF16 = 1, INT8 = 2, MXFP4 = 3, W16A16 = 4, GROUP = 32, PANEL = 16 };
 
 /* [N][K]. FLOAT32 is torch's own memory. The others are copies (model/native_weights.py): all rows one after another,
    each filled up with zeros to whole groups of 32, then the scales.
@@ -222,23 +222,11 @@ static INLINE void product(const I format, const float *x, I xs, I rows, const c
         }
       return;
     }
-    /* Odd tiles pass over a panel once for up to 8 rows, which long rows gain by; short ones lose more by folding. */
     const int odd = K >= LONG, broad = odd && format == FLOAT32; /* others spend their registers on unpacking */
-    for (I r = 0, left; (left = rows - r) > 0;) {
-      const I soon = r ? 0 : ahead;
-      const float *in = x + r * xs;
-      float *out = y + r * ys + n;
-#define TAKE(RR, NN) panel(format, RR, NN, in, xs, v, stride, e, K, out, ys, soon), r += RR
-      if (broad && left >= 8) TAKE(8, 2);
-      else if (broad && left == 7) TAKE(7, 2);
-      else if (broad && left == 6) TAKE(6, 2);
-      else if (odd && left == 5) TAKE(5, 4);
-      else if (left >= 4) TAKE(4, 4);
-      else if (odd && left == 3) TAKE(3, 4);
-      else if (left >= 2) TAKE(2, 8);
-      else TAKE(1, 16);
+#define TAKE(RR, NN)                                                                                                   \
+  panel(format, RR, NN, x + r * xs, xs, v, stride, e, K, y + r * ys + n, ys, r ? 0 : ahead)
+    BY_TILES(rows, odd, broad, 2)
 #undef TAKE
-    }
   }
 }
 

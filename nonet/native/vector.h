@@ -74,7 +74,7 @@ static inline V vtanh(V x) {
   V big = 1.0f - 2.0f / (1.0f + vexp(2.0f * x));
   return pick(s < 0.01f, series, big);
 }
-/* log(1 + e^x) = max(x, 0) + log(1 + u), u = e^-|x|; log(1 + u) = 2 artanh(z), z = u / (2 + u) <= 1/3, by its series. */
+/* log(1 + e^x) = max(x, 0) + log(1 + u), u = e^-|x|; log(1 + u) = 2 artanh(z), z = u / (2 + u) <= 1/3, its series. */
 static inline V vsoftplus(V x) {
   V u = vexp(pick(x > 0.0f, -x, x)), z = u / (2.0f + u), s = z * z;
   V p = splat(1.0f / 13);
