@@ -55,14 +55,6 @@ def chain(drafter: TorchDrafter, ids: Tensor, counts: Tensor, steps: int, state:
     return found
 
 
-@pytest.fixture(params=[1, 2])
-def threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("form", NATIVE)
 def test_logits_and_entries_are_those_of_torch(form: str, together: bool, threads: int):

@@ -18,14 +18,6 @@ from nonet.types import Request, UserError
 pytestmark = pytest.mark.skipif(bool(native.reason()), reason=f"no native library: {native.reason()}")
 
 
-@pytest.fixture(params=[1, 2, 3])
-def threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("rows", [1, 4, 21, 70])
 @pytest.mark.parametrize("name", MODELS)

@@ -36,14 +36,6 @@ def assert_same_memory(a: SequenceState, b: SequenceState) -> None:
             assert torch.equal(ours[name], theirs[name]), name
 
 
-@pytest.fixture(params=[1, 2, 3])
-def threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize(("rows", "tokens"), [(1, 2), (1, 5), (4, 5), (21, 3), (70, 2), (2, 16), (3, 20)])
 @pytest.mark.parametrize("name", MODELS)
