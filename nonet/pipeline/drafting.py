@@ -65,10 +65,8 @@ class DraftTable(Config):
     window: int = Field(default=512, ge=8)  # longest document in a batch
     batch_tokens: int = Field(default=2048, ge=16)  # of one micro-batch
     micro_batches: int = Field(default=1, ge=1)
-    heldout_rows: int = Field(
-        default=64, ge=1
-    )  # held-out conversations that are answered, to measure on while training
-    decode: str = "bf16"  # weights that answers are written with: float32, bf16, int8, mxfp4
+    heldout_rows: int = Field(default=64, ge=1)  # held-out conversations answered, to measure on while training
+    decode: str = "bf16"  # weights that answers are written with (model/native_weights.py)
     bf16: bool = True  # capture with matrix products in bfloat16
     threads: int = Field(default=0, ge=0)  # 0: as torch finds them
     seed: int = 0
@@ -192,8 +190,8 @@ class Job:
     def conversations(self) -> list[Conversation]:
         d = self.recipe.data
         files_share = False if d.heldout else d.share
-        found = [c for spec in d.train for c in _loaded(spec, files_share)]
-        held = [c for spec in d.heldout for c in _loaded(spec, True)]
+        found = [c for spec in d.train for c in prompts.conversations(spec, files_share)]
+        held = [c for spec in d.heldout for c in prompts.conversations(spec, True)]
         kept, repeated = conversations.unique([*held, *found])  # of two alike the held-out one stays
         if repeated:
             say(f"data: {repeated} conversations are repetitions and were left out")
@@ -242,12 +240,6 @@ class Job:
         say(f"features, {name}: {len(rows)} rows, {tokens:,} tokens, {size / 1e6:.0f} MB as {d.features}")
         folder = self.out / "features" / name
         return capture(self.target, rows, folder, taps, d.features, self.fingerprint, bf16=d.bf16)
-
-
-def _loaded(spec: str, heldout: float | bool) -> list[Conversation]:
-    if spec.partition(":")[0] in prompts.SOURCES:
-        return prompts.load(spec, heldout is True)
-    return conversations.read(Path(spec), heldout)
 
 
 def say(text: str) -> None:
