@@ -253,7 +253,7 @@ def serve(
     \b
     nonet serve models/smollm2        # prints a curl line that works
     nonet serve models/smollm2 --port 9000 --name smol
-    nonet serve models/smollm2 --draft runs/smollm2-draft/draft
+    nonet serve models/smollm2 --draft runs/draft-smollm2/draft
     NONET_API_KEY=secret nonet serve models/smollm2 --host 0.0.0.0
 
     \b

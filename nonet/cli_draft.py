@@ -93,7 +93,7 @@ def eval_(
     tokens: Annotated[int, typer.Option(help="Tokens drafted at a time.", min=1)] = 4,
     max_tokens: Annotated[int, typer.Option(help="Of one answer.", min=1)] = 256,
     out: Annotated[Path | None, typer.Option(help="Where report.html and measured.json go.")] = None,
-    weights: Annotated[str, typer.Option(help="What decoding reads: float32, bf16, int8, mxfp4.")] = "float32",
+    weights: Annotated[str, typer.Option(help="What decoding reads: float32, bf16, w16a16, int8, mxfp4.")] = "float32",
 ) -> None:
     """Measure a draft by real verification in the engine: acceptance with intervals, and seconds against none.
 

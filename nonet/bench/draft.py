@@ -8,9 +8,9 @@ this machine sums an array (floor_*). Ratios are to the plain step beside them, 
 
 `even` is the tau at which nothing is gained. Costs do not depend on what the weights are, so the draft here is random.
 
-acceptance: a trained draft (models/smollm2-draft) on HumanEval, reasoning-gym and chat prompts by real verification,
-and prompt lookup on the same: acceptance lengths with the bonus token, wall-clock over the plain path, and whether
-greedy answers are the same (`lossless`: share of answers).
+acceptance: the draft that recipes/smollm2-draft.toml leaves in runs/, on HumanEval, reasoning-gym and chat prompts by
+real verification, and prompt lookup on the same: acceptance lengths with the bonus token, wall-clock over the plain
+path, and whether greedy answers are the same (`lossless`: share of answers).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from nonet.progress import progress
 from nonet.types import UserError
 
 ROOT = Path(nonet.__path__[0]).parent
-TARGET, DRAFT = ROOT / "models" / "smollm2", ROOT / "models" / "smollm2-draft"
+TARGET, DRAFT = ROOT / "models" / "smollm2", ROOT / "runs" / "draft-smollm2-draft" / "draft"
 FORMATS = ("bf16", "w16a16", "int8", "float32")
 DRAFTED, WORDS, PAST, NEW = 4, 8192, 128, 3  # tokens a cycle; the draft's vocabulary; context; true pairs a cycle
 WIDTHS = (1, 2, 4, 7)  # drafted tokens whose verification is measured
@@ -186,7 +186,9 @@ def acceptance(model: Model) -> dict[str, Any]:
     from nonet.pipeline.draft_eval import EvalConfig, Lab, asked_of, figures
 
     if not (DRAFT / "config.json").exists():
-        raise UserError(f"bench draft: no draft in {DRAFT.relative_to(ROOT)}; train one: recipes/smollm2-draft.toml")
+        raise UserError(
+            f"bench draft: no draft in {DRAFT.relative_to(ROOT)}; nonet draft recipes/smollm2-draft.toml makes it"
+        )
     tokenizer, config = Tokenizer(TARGET), EvalConfig(tokens=DRAFTED)
     draft = files.load(DRAFT, model, files.vocabulary_hash(TARGET))
     held = [c for name in ("human-eval", "gym", "chat") for c in prompts.load(name, True)]

@@ -69,7 +69,7 @@ class Engine:
         drafter: Drafter | None = None,
     ):
         """native: decode through C where the machine and the model allow it (float32 on a CPU with a compiler).
-        weights: what that reads, float32, bf16, int8 or mxfp4 (model/native_weights.py); prompts are read in float32.
+        weights: the format that reads (model/native_weights.py); prompts are read in float32.
         decode: token ids to text, for stop_texts. pages: limit of the memory, of 16 positions each (None: as needed).
         chunk: tokens of prompts computed a step. cache_bytes: pages kept that no row uses. snapshots: KDA states kept,
         in snapshot_dtype (None: the model's; bfloat16 is half the size and no longer exact). drafter: proposes tokens,

@@ -30,7 +30,7 @@ class NativeDecoder:
 
     @staticmethod
     def of(model: Model, weights: str = "float32") -> NativeDecoder | None:
-        """weights: float32, bf16, int8 or mxfp4."""
+        """weights: a format of native_weights.py. None where C does not know the model."""
         chosen = known_weights(weights)
         parameters = list(model.parameters())
         plain = all(w.dtype == torch.float32 and w.device.type == "cpu" and w.is_contiguous() for w in parameters)
