@@ -186,9 +186,7 @@ def acceptance(model: Model) -> dict[str, Any]:
     from nonet.pipeline.draft_eval import EvalConfig, Lab, asked_of, figures
 
     if not (DRAFT / "config.json").exists():
-        raise UserError(
-            f"bench draft: no draft in {DRAFT.relative_to(ROOT)}; nonet draft recipes/smollm2-draft.toml makes it"
-        )
+        raise UserError(f"bench draft: no draft in {DRAFT.relative_to(ROOT)}; train one: recipes/smollm2-draft.toml")
     tokenizer, config = Tokenizer(TARGET), EvalConfig(tokens=DRAFTED)
     draft = files.load(DRAFT, model, files.vocabulary_hash(TARGET))
     held = [c for name in ("human-eval", "gym", "chat") for c in prompts.load(name, True)]
