@@ -11,7 +11,9 @@ OUT/measured.json     real verification on held-out conversations (draft_eval.py
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -108,6 +110,9 @@ class Job:
         self.train()
         measured = self.measure()
         print_measured(measured)
+        took = [(e["part"], e["seconds"]) for e in self.lab.events("took")]
+        parts = ", ".join(f"{part} {seconds / 60:.1f}" for part, seconds in took)
+        say(f"took: {sum(seconds for _, seconds in took) / 60:.1f} minutes ({parts})")
         if said := warning(measured):
             say(said)
         say(f"draft: {self.out / 'draft'}")
@@ -117,7 +122,8 @@ class Job:
         config = self.recipe.answers
         engine = Engine(self.target, config.batch, weights=self.recipe.draft.decode)
         file = self.out / "answers.jsonl"
-        found = write_answers(engine, self.tokenizer, self.wanted, file, config, self.fingerprint)
+        with self._timed("answers"):
+            found = write_answers(engine, self.tokenizer, self.wanted, file, config, self.fingerprint)
         told = summary(found)
         stops = ", ".join(f"{share:.0%} {stop}" for stop, share in told["stops"].items() if share)
         say(
@@ -144,7 +150,8 @@ class Job:
             draft, lambda step: [windows.batch(step * n + i) for i in range(n)], measured, r.train, self.lab, STAGE
         )
         say(f"training: {windows.per_epoch / n:.0f} steps are one pass over {len(windows.pieces)} documents")
-        kept = training.fit()
+        with self._timed("training"):
+            kept = training.fit()
         say(f"training: held-out acceptance length {kept.length:.2f} of {r.train.unroll + 1} (bonus token included)")
         files.save(draft, self.out / "draft")
         return draft
@@ -152,7 +159,8 @@ class Job:
     def measure(self) -> dict[str, Any]:
         draft = files.load(self.out / "draft", self.target, self.vocabulary_hash)
         held = [c for c in self.conversations if c.heldout]
-        return evaluate(draft, self.tokenizer, held, self.recipe.eval, self.out)
+        with self._timed("measurement"):
+            return evaluate(draft, self.tokenizer, held, self.recipe.eval, self.out)
 
     # ------------------------------------------------------------------ pieces
 
@@ -239,7 +247,15 @@ class Job:
         size = bytes_of(tokens, self.target.config.d_model, taps, self.target.config.layers, d.features)
         say(f"features, {name}: {len(rows)} rows, {tokens:,} tokens, {size / 1e6:.0f} MB as {d.features}")
         folder = self.out / "features" / name
-        return capture(self.target, rows, folder, taps, d.features, self.fingerprint, bf16=d.bf16)
+        with self._timed("features"):
+            return capture(self.target, rows, folder, taps, d.features, self.fingerprint, bf16=d.bf16)
+
+    @contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        """Into events.jsonl goes how long a part took; of a killed one, only the attempt that ended."""
+        began = time.time()
+        yield
+        self.lab.event("took", part=part, seconds=time.time() - began)
 
 
 def say(text: str) -> None:

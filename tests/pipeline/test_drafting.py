@@ -44,6 +44,7 @@ def test_everything_in_one_go_and_again_from_where_it_stopped(policy_directory, 
     assert "estimate: 24 conversations" in said.err and "GB of features on disk" in said.err
     assert re.search(r"80 of \d+ tokens cover \d+\.\d+% of what the target wrote", said.err)
     assert "acceptance length, bonus token included, 3 drafted (at most 4)" in said.out
+    assert re.search(r"took: .* minutes \(answers .*, features .*, training .*, measurement .*\)", said.err)
     target = hf.load(policy_directory)
     draft = files.load(out / "draft", target, files.vocabulary_hash(policy_directory))
     assert draft.config.form == form and draft.config.trained_steps <= 6
