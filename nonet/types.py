@@ -207,7 +207,7 @@ class Trajectory:
 
     `group` counts task draws over the run, `sample` the siblings inside a group. `sandbox` is the last checkpoint
     (opaque, JSON-able); `rewards` fills when the trajectory is scored. `parent` names the trajectory this one was
-    compacted or forked from.
+    compacted or forked from. `attempt` counts how often it was started over from its prompt.
     """
 
     task_id: str
@@ -220,10 +220,22 @@ class Trajectory:
     rewards: dict[str, float] = field(default_factory=dict)
     harness: str = ""
     parent: str | None = None
+    attempt: int = 0
 
     @property
     def id(self) -> str:
         return f"group={self.group}/sample={self.sample}"
+
+    @property
+    def stream(self) -> str:
+        """Names the random stream that draws its tokens; another attempt draws from another."""
+        first = f"{self.task_id}#{self.group}/{self.sample}"
+        return f"{first}/{self.attempt}" if self.attempt else first
+
+    def restart(self) -> None:
+        """Start over from the prompt: what was said and done is given up."""
+        self.attempt, self.status, self.stop_reason, self.sandbox = self.attempt + 1, "new", "", None
+        self.segments, self.rewards = [], {}
 
     @property
     def tokens(self) -> tuple[int, ...]:
