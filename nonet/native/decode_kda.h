@@ -91,12 +91,26 @@ static const float *state_before(const Work *w, const Layer *l, I r, I j) {
   return l->pool + (w->row[r].before * w->m->H + j) * w->m->KK * w->m->KK;
 }
 
+/* What row r remembers of head j's inputs to q's convolution; k's and v's lie C and 2 C behind. */
+static const float *tail_before(const Work *w, const Layer *l, I r, I j) {
+  const Model *m = w->m;
+  return l->pool2 + w->row[r].before * (m->kernel - 1) * 3 * m->H * m->KK + j * m->KK;
+}
+
+/* Ask for it, line by line. */
+static void want_tail(const Model *m, const float *tail) {
+  const I C = m->H * m->KK;
+  for (I i = 0; i < 3 * (m->kernel - 1); i++)
+    for (I k = 0; k < m->KK; k += LANES) __builtin_prefetch(tail + i * C + k, 1, 2);
+}
+
 /* Head j of row r; its gated output replaces the gate. taps: of q, k and v, by tap; soon: the state wanted next. */
-static void kda_head(const Work *w, const Layer *l, const Delta *p, I r, I j, const float *taps, const float *soon) {
+static void kda_head(const Work *w, const Layer *l, const Delta *p, I r, I j, const float *taps, const float *soon,
+                     const float *soon_tail) {
   const Model *m = w->m;
   const I K = m->KK, C = m->H * K, past = m->kernel - 1, i = r * C + j * K;
-  const I before = w->row[r].before, after = w->row[r].after;
-  const float *tail = l->pool2 + before * past * 3 * C + j * K, *S = state_before(w, l, r, j);
+  const I after = w->row[r].after;
+  const float *tail = tail_before(w, l, r, j), *S = state_before(w, l, r, j);
   float *next = l->pool2 + after * past * 3 * C + j * K, o[K], *gate = p->gate + i;
   convolve(p->q + i, taps, tail, next, 3 * C, K, m->kernel);
   convolve(p->k + i, taps + m->kernel * K, tail + C, next + C, 3 * C, K, m->kernel);
@@ -105,6 +119,7 @@ static void kda_head(const Work *w, const Layer *l, const Delta *p, I r, I j, co
   l2_normalise(p->q + i, K, 1.0f / sqrtf(K));
   l2_normalise(p->k + i, K, 1.0f);
   const float beta = 1.0f / (1.0f + expf(-p->beta[r * m->H + j]));
+  if (soon_tail) want_tail(m, soon_tail);
   delta(p->q + i, p->k + i, p->v + i, p->g + i, beta, S, l->pool + (after * m->H + j) * K * K, soon, o, K);
   rmsnorm(o, l->o_norm, o, K, m->eps);
   MAP(K, gate, gate, vsigmoid(e) * at(o, i_, n_));
@@ -137,7 +152,10 @@ static void kda(const Work *w, const Layer *l, const float *h, float *y) {
       turn(l->v_conv + at, K, m->kernel, w->own + 2 * m->kernel * K);
       turned = j;
     }
-    kda_head(w, l, &p, i % rows, j, w->own, i + 1 < to ? state_before(w, l, (i + 1) % rows, (i + 1) / rows) : 0);
+    const I row = (i + 1) % rows, head = (i + 1) / rows;
+    const int more = i + 1 < to;
+    kda_head(w, l, &p, i % rows, j, w->own, more ? state_before(w, l, row, head) : 0,
+             more ? tail_before(w, l, row, head) : 0);
   }
   meet(t);
   linear(t, weight(m, l->o, 0, D, C), p.gate, rows, y);

@@ -24,28 +24,30 @@ static inline V load(const float *p) {
 static inline void store(float *p, V v) { memcpy(p, &v, sizeof v); }
 static inline V splat(float x) { return (V){0} + x; }
 static inline V pick(VI mask, V a, V b) { return (V)((mask & (VI)a) | (~mask & (VI)b)); }
-/* a + b folded: lane i of the result adds lanes that a later fold brings together. Folding 8, 4, 2, 1 sums 16 vectors
-   into one, lane i holding the sum of vector i; `sum` does the same for one vector, in the same order. */
-#define FOLD(a, b, LOW, HIGH) (__builtin_shuffle(a, b, (VI)LOW) + __builtin_shuffle(a, b, (VI)HIGH))
-#define LOW8 {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23}
-#define HIGH8 {8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31}
-#define LOW4 {0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27}
-#define HIGH4 {4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31}
-#define LOW2 {0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29}
-#define HIGH2 {2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31}
-#define LOW1 {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30}
-#define HIGH1 {1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31}
+/* One vector out of two, half as many sums of twice as many lanes: lane i of the result adds lane i of a or b, as KEEP
+   says, and the lane of the same vector that lies 8, 4, 2 or 1 beside it. Folding by 8, 4, 2, 1 sums 16 vectors into
+   one, lane i holding the sum of vector i; `sum` adds the lanes of one vector in the same order. Taking one of the two
+   where it lies is a blend, which costs less than a shuffle. */
+#define FOLD(a, b, KEEP, OTHER) (__builtin_shuffle(a, b, (VI)KEEP) + __builtin_shuffle(a, b, (VI)OTHER))
+#define KEEP8 {0, 1, 2, 3, 4, 5, 6, 7, 24, 25, 26, 27, 28, 29, 30, 31}
+#define OTHER8 {8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23}
+#define KEEP4 {0, 1, 2, 3, 20, 21, 22, 23, 8, 9, 10, 11, 28, 29, 30, 31}
+#define OTHER4 {4, 5, 6, 7, 16, 17, 18, 19, 12, 13, 14, 15, 24, 25, 26, 27}
+#define KEEP2 {0, 1, 18, 19, 4, 5, 22, 23, 8, 9, 26, 27, 12, 13, 30, 31}
+#define OTHER2 {2, 3, 16, 17, 6, 7, 20, 21, 10, 11, 24, 25, 14, 15, 28, 29}
+#define KEEP1 {0, 17, 2, 19, 4, 21, 6, 23, 8, 25, 10, 27, 12, 29, 14, 31}
+#define OTHER1 {1, 16, 3, 18, 5, 20, 7, 22, 9, 24, 11, 26, 13, 28, 15, 30}
 static inline __attribute__((always_inline)) V sums(V *v) {
-  for (int i = 0; i < 8; i++) v[i] = FOLD(v[2 * i], v[2 * i + 1], LOW8, HIGH8);
-  for (int i = 0; i < 4; i++) v[i] = FOLD(v[2 * i], v[2 * i + 1], LOW4, HIGH4);
-  for (int i = 0; i < 2; i++) v[i] = FOLD(v[2 * i], v[2 * i + 1], LOW2, HIGH2);
-  return FOLD(v[0], v[1], LOW1, HIGH1);
+  for (int i = 0; i < 8; i++) v[i] = FOLD(v[i], v[i + 8], KEEP8, OTHER8);
+  for (int i = 0; i < 4; i++) v[i] = FOLD(v[i], v[i + 4], KEEP4, OTHER4);
+  for (int i = 0; i < 2; i++) v[i] = FOLD(v[i], v[i + 2], KEEP2, OTHER2);
+  return FOLD(v[0], v[1], KEEP1, OTHER1);
 }
 static inline float sum(V v) {
-  v = FOLD(v, v, LOW8, HIGH8);
-  v = FOLD(v, v, LOW4, HIGH4);
-  v = FOLD(v, v, LOW2, HIGH2);
-  v = FOLD(v, v, LOW1, HIGH1);
+  v = FOLD(v, v, KEEP8, OTHER8);
+  v = FOLD(v, v, KEEP4, OTHER4);
+  v = FOLD(v, v, KEEP2, OTHER2);
+  v = FOLD(v, v, KEEP1, OTHER1);
   return v[0];
 }
 
