@@ -14,6 +14,7 @@ import time
 from typing import Any
 
 from nonet.bench.evidence import FOLDER, Line
+from nonet.rl import park
 from nonet.run import Run
 
 PYTHON = sys.executable
@@ -94,9 +95,9 @@ def survives_kill() -> tuple[dict[str, Any], bool]:
     last = _run(*job, *short)
     run = Run(out)
     trained = [g for e in run.events("trained") for g in e["groups"]]
-    held = json.loads((run.checkpoints("rl")[-1] / "pool.json").read_text())
-    accounted = sorted([*trained, *map(int, held["held"])]) == list(range(held["next_group"]))
-    figures = {"killed after (s)": moments, "groups trained": len(trained), "parked at the end": len(held["held"])}
+    parked = park.read(park.files(out / "park")[-1])
+    accounted = sorted([*trained, *parked.held]) == list(range(parked.next_group))
+    figures = {"killed after (s)": moments, "groups trained": len(trained), "parked at the end": len(parked.held)}
     return figures, last.returncode == 0 and accounted and len(moments) == 3
 
 

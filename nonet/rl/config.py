@@ -16,6 +16,21 @@ class RLConfig(Config):
     fraction: float = Field(
         default=0.9, gt=0, le=1
     )  # generation pauses when this share of the active trajectories is done
+    # what a paused trajectory continues from under new weights: "reprefill" computes its tokens again; "reuse" goes on
+    # from what old weights remembered: cheaper, but lost when a run is killed, so that law 17 does not hold
+    on_resume: Literal["reprefill", "reuse"] = "reprefill"
+    # staleness: most updates between a trajectory's first token and the update it is trained in (default: any number).
+    # Those too old: "wait" finishes their groups before the pause, "recycle" starts them over from the prompt with
+    # other random numbers, "drop" gives up their whole group untrained. These two never train what takes longer.
+    max_age: int | None = Field(default=None, ge=0)
+    stale: Literal["drop", "recycle", "wait"] = "wait"
+    # a member whose sandbox or reward broke: "release" trains its group without it, "retry" starts it over, at most
+    # `retries` times, then releases; "score" gives it the reward `failed_reward`
+    failed_member: Literal["release", "retry", "score"] = "release"
+    retries: int = Field(default=1, ge=1)
+    failed_reward: float = 0.0
+    score_timeout_s: float = Field(default=120.0, gt=0)  # a reward that takes longer fails its trajectory
+    judges: int = Field(default=2, ge=1)  # rewards computed at the same time
     max_tokens: int = Field(default=64, ge=1)  # policy tokens one trajectory may write, over all its turns and pauses
     temperature: float = Field(default=1.0, gt=0)
     max_batch: int = Field(default=384, ge=1)  # rows decoded together

@@ -1,16 +1,17 @@
 """Synchronous RL with partial rollouts (K3 section 4.2): the first walk of the architecture document, top to bottom.
 
-One iteration is a pure function of what a checkpoint holds (weights, optimiser, pool, step): killed anywhere, it is
-replayed from the last checkpoint with the same outcome, so every sampled prompt is trained exactly once in the
-surviving history (law 17).
+One iteration is a pure function of what a checkpoint holds (weights, optimiser, step, an offset in the park store that
+the pool is rebuilt from): killed anywhere, it is replayed from the last checkpoint with the same outcome, so every
+sampled prompt is trained exactly once in the surviving history (law 17).
 """
 
 from __future__ import annotations
 
 import json
 import math
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,24 +24,48 @@ from nonet.rl.advantage import Scored, advantages, is_dead
 from nonet.rl.batch import pack
 from nonet.rl.config import RLConfig
 from nonet.rl.learner import InvariantError, Learner
-from nonet.rl.pool import Pool
+from nonet.rl.monitor import ResumeCost, counts, staleness
+from nonet.rl.park import ParkStore
+from nonet.rl.pool import Pool, Rules
 from nonet.rl.record import trajectory_record
 from nonet.rl.rollout import Rollout
-from nonet.rl.scoring import scorer
+from nonet.rl.scoring import Score, scorer
 from nonet.rl.setting import Setting
 from nonet.run import Run
-from nonet.types import Sampling, Trajectory
+from nonet.types import Sampling, Trajectory, UserError
+
+STEP_EVENTS = ("rl_step", "trained", "dropped")  # undone with the steps after a checkpoint
 
 
 class Loop:
-    def __init__(self, model: Model, setting: Setting, config: RLConfig, run: Run, seed: int = 0):
-        self.setting, self.config, self.run, self.seed = setting, config, run, seed
+    """score: judges what has ended (None: the rewards of the setting). on_step: called with the number of steps done
+    before each iteration, so that what it sets is again a function of what a checkpoint holds.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        setting: Setting,
+        config: RLConfig,
+        run: Run,
+        seed: int = 0,
+        *,
+        score: Score | None = None,
+        on_step: Callable[[int], None] | None = None,
+    ):
+        self.setting, self.config, self.run, self.seed, self.on_step = setting, config, run, seed, on_step
         self.engine = Engine(model, config.max_batch, config.deterministic)
         self.learner = Learner(model, config)
-        self.pool = Pool(config.groups, config.samples)
-        sampling = Sampling(temperature=config.temperature, seed=seed)
+        self.pool = Pool(config.groups, config.samples, rules(config))
+        self.park = ParkStore(run.path / "park", seed)
         self.rollout = Rollout(
-            self.engine, setting.opener("train"), scorer(setting.rewards_of), sampling, config.max_tokens
+            self.engine,
+            setting.opener("train"),
+            score or scorer(setting.rewards_of),
+            Sampling(temperature=config.temperature, seed=seed),
+            config.max_tokens,
+            config.score_timeout_s,
+            config.judges,
         )
         self.step = 0
 
@@ -58,23 +83,51 @@ class Loop:
 
     def iterate(self) -> dict[str, Any]:
         """Rollout until a fraction has ended, train on what is complete, move the engine to the new weights."""
-        began = time.time()
-        active = self.pool.take(lambda group: self.setting.task("train", group).id)
-        ended = self.rollout.run(active, math.ceil(self.config.fraction * len(active)))
-        groups = self.pool.release()
+        began, cost, version = time.time(), ResumeCost(self.engine), self.learner.version
+        if self.on_step is not None:
+            self.on_step(self.step)
+        given_up, active, ended = self._roll(version)
+        groups = self._release(version)
         rolled = time.time()
-        batch = pack(self._trainable(groups))
-        learned = self.learner.step(batch)
-        self.engine.load(self.learner.version)
+        scored = self._trainable(groups)
+        learned = self.learner.step(pack(scored))
+        resumed = cost.figures()
+        self.engine.load(self.learner.version, on_resume=self.config.on_resume)
         self.step += 1
+        trained = [t for t, _ in scored]
+        closed = given_up + [t for t in active if t.status in ("done", "failed")]
         metrics = {
-            **summary(groups, self.setting), **learned, "groups": len(groups), "active": len(active), "finished": ended,
-            "parked": self.pool.parked, "rollout_s": rolled - began, "update_s": time.time() - rolled,
+            **summary(groups, self.setting), **learned, **staleness(trained, version), **resumed,
+            "groups": len(groups), "active": len(active), "finished": ended, "parked": self.pool.parked,
+            "given_up": len(given_up), "sampled": counts(closed, self.setting),
+            "trained": counts(trained, self.setting), "rollout_s": rolled - began, "update_s": time.time() - rolled,
         }  # fmt: skip
         self.run.event("rl_step", step=self.step, version=self.learner.version, **metrics)
         self.run.event("trained", step=self.step, groups=[g[0].group for g in groups])
         self._keep(groups)
         return metrics
+
+    def _roll(self, version: int) -> tuple[list[Trajectory], list[Trajectory], int]:
+        """Play until the quota has ended; all that is unfinished is on disk afterwards. Returns the attempts given up
+        for their age, what was active, and how many of these have ended.
+        """
+        given_up, dropped = self.pool.refresh(version)
+        self.park.release(dropped, f"dropped at step {self.step + 1}: older than rl.max_age")
+        active = self.pool.take(lambda group: self.setting.task("train", group).id)
+        quota = math.ceil(self.config.fraction * len(active))
+        ended = self.rollout.run(active, quota, self.pool.due(version))
+        for t in active:
+            if t.status != "parked":
+                self.engine.abort(t.id)  # nobody will go on from its memory
+        self.park.write(active)
+        if dropped:
+            self.run.event("dropped", step=self.step + 1, groups=dropped)
+        return given_up, active, ended
+
+    def _release(self, version: int) -> list[list[Trajectory]]:
+        groups = self.pool.release(version)
+        self.park.release([g[0].group for g in groups], f"trained at step {self.step + 1}")
+        return groups
 
     def _trainable(self, groups: Sequence[list[Trajectory]]) -> list[Scored]:
         out: list[Scored] = []
@@ -98,24 +151,41 @@ class Loop:
     # ----------------------------------------------------------- checkpoints
 
     def _save(self) -> None:
+        mark = self.park.mark(self.pool.next_group, self.pool.held)
+
         def write(folder: Path) -> None:
             blob = {"model": self.learner.model.state_dict(), "optimizer": self.learner.optimizer.state_dict()}
             torch.save(blob, folder / "state.pt")
-            (folder / "pool.json").write_text(json.dumps(self.pool.to_json()))
+            (folder / "park.json").write_text(json.dumps(mark))
 
         self.run.save(f"rl-{self.step}", write)
         self.run.prune("rl", keep=1)
+        self.park.settle()
 
     def _restore(self) -> None:
         found = self.run.checkpoints("rl")
         if found:
-            blob = torch.load(found[-1] / "state.pt", weights_only=True)
-            self.learner.model.load_state_dict(blob["model"])
-            self.learner.optimizer.load_state_dict(blob["optimizer"])
-            self.pool.restore(json.loads((found[-1] / "pool.json").read_text()))
-            self.step = self.learner.version = int(found[-1].name.rsplit("-", 1)[1])
-            self.engine.load(self.learner.version)
-        self.run.rewind(lambda e: e["kind"] not in ("rl_step", "trained") or e["step"] <= self.step)
+            self._continue(found[-1])
+        else:
+            self.park.start()
+        self.run.rewind(lambda e: e["kind"] not in STEP_EVENTS or e["step"] <= self.step)
+
+    def _continue(self, checkpoint: Path) -> None:
+        if not (checkpoint / "park.json").exists():
+            raise UserError(f"{checkpoint}: no park.json; an older Nonet wrote it: finish it there, or start a new run")
+        blob = torch.load(checkpoint / "state.pt", weights_only=True)
+        self.learner.model.load_state_dict(blob["model"])
+        self.learner.optimizer.load_state_dict(blob["optimizer"])
+        parked = self.park.resume(json.loads((checkpoint / "park.json").read_text()))
+        if parked.undone:
+            print(f"park store: {parked.undone} bytes after the last checkpoint are played again", file=sys.stderr)
+        self.pool.restore(parked.next_group, parked.held)
+        self.step = self.learner.version = int(checkpoint.name.rsplit("-", 1)[1])
+        self.engine.load(self.learner.version)
+
+
+def rules(config: RLConfig) -> Rules:
+    return Rules(config.max_age, config.stale, config.retries if config.failed_member == "retry" else 0)
 
 
 def summary(groups: Sequence[list[Trajectory]], setting: Setting) -> dict[str, Any]:

@@ -7,16 +7,16 @@ computed in threads while generation goes on; they decide nothing before `run` r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Collection, Sequence
 
 from nonet.harness import Episode
 from nonet.protocols import Generator
+from nonet.rl.scoring import Judges, Score, close, fail
 from nonet.types import Completion, Request, Sampling, Segment, Trajectory, UserError
 
 OpenEpisode = Callable[[Trajectory], Episode]
-Score = Callable[[Trajectory, Episode], None]
-_SCORERS = 2  # threads that wait for verifiers
+SCORE_TIMEOUT_S = 120.0
+JUDGES = 2  # rewards computed at the same time
 
 
 class Rollout:
@@ -29,24 +29,25 @@ class Rollout:
         score: Score,
         sampling: Sampling,
         max_tokens: int,
+        score_timeout_s: float = SCORE_TIMEOUT_S,
+        judges: int = JUDGES,
     ):
-        self.generator, self.open_episode, self.score = generator, open_episode, score
+        self.generator, self.open_episode = generator, open_episode
         self.sampling, self.max_tokens = sampling, max_tokens
+        self._judges = Judges(score, score_timeout_s, judges)
         self._live: dict[str, tuple[Trajectory, Episode]] = {}
-        self._scoring: list[Future[None]] = []
 
-    def run(self, active: Sequence[Trajectory], quota: int) -> int:
-        """Run until `quota` of `active` have ended (or all); park the others. Returns how many ended."""
-        with ThreadPoolExecutor(_SCORERS) as self._judges:
-            ended = sum(self._open(t) for t in active)
-            while ended < quota and self.generator.busy:
-                for completion in self.generator.step():
-                    ended += self._advance(completion)
-            for completion in self.generator.pause():
-                self._park(completion)
-        for judged in self._scoring:
-            judged.result()
-        self._scoring.clear()
+    def run(self, active: Sequence[Trajectory], quota: int, due: Collection[str] = ()) -> int:
+        """Run until `quota` of `active` (or all) and each whose id is `due` have ended; park the others. Returns how
+        many ended.
+        """
+        ended = sum(self._open(t) for t in active)
+        while self.generator.busy and (ended < quota or any(name in self._live for name in due)):
+            for completion in self.generator.step():
+                ended += self._advance(completion)
+        for completion in self.generator.pause():
+            self._park(completion)
+        self._judges.settle()
         return ended
 
     # each of these returns True when the trajectory has ended
@@ -57,7 +58,8 @@ class Rollout:
         except UserError:
             raise
         except Exception as e:  # the sandbox edge: any failure there is data about this trajectory
-            return _fail(trajectory, "sandbox", e)
+            fail(trajectory, "sandbox", e)
+            return True
         self._live[trajectory.id] = trajectory, episode
         if not trajectory.segments:
             trajectory.append(Segment("prompt", tuple(episode.prompt())))
@@ -71,9 +73,8 @@ class Rollout:
         if left <= 0:
             episode.stop_reason = "length"
             return self._end(trajectory, episode)
-        stream = f"{trajectory.task_id}#{trajectory.group}/{trajectory.sample}"
         stops = episode.tokenizer.stop_ids
-        request = Request(trajectory.id, trajectory.tokens, left, stops, self.sampling, stream, hold=True)
+        request = Request(trajectory.id, trajectory.tokens, left, stops, self.sampling, trajectory.stream, hold=True)
         self.generator.submit(request)
         return False
 
@@ -88,8 +89,9 @@ class Rollout:
             result = episode.observe(turn)
         except Exception as e:  # the sandbox edge, as above
             del self._live[trajectory.id]
-            _close(trajectory, episode)
-            return _fail(trajectory, "sandbox", e)
+            close(trajectory, episode)
+            fail(trajectory, "sandbox", e)
+            return True
         if result is None:
             return self._end(trajectory, episode)
         trajectory.append(result)
@@ -98,14 +100,8 @@ class Rollout:
     def _end(self, trajectory: Trajectory, episode: Episode) -> bool:
         trajectory.status, trajectory.stop_reason, trajectory.sandbox = "done", episode.stop_reason, None
         del self._live[trajectory.id]
-        self._scoring.append(self._judges.submit(self._judge, trajectory, episode))
+        self._judges.submit(trajectory, episode)
         return True
-
-    def _judge(self, trajectory: Trajectory, episode: Episode) -> None:
-        try:
-            self.score(trajectory, episode)
-        finally:
-            _close(trajectory, episode)
 
     def _park(self, completion: Completion) -> None:
         trajectory, episode = self._live.pop(completion.id)
@@ -115,22 +111,9 @@ class Rollout:
         try:
             trajectory.sandbox = episode.sandbox.checkpoint() if episode.sandbox is not None else None
         except Exception as e:  # the sandbox edge, as above
-            _fail(trajectory, "sandbox", e)
-        _close(trajectory, episode)
-
-
-def _close(trajectory: Trajectory, episode: Episode) -> None:
-    try:
-        if episode.sandbox is not None:
-            episode.sandbox.close()
-    except Exception as e:  # the sandbox edge, as above
-        _fail(trajectory, "sandbox", e)
+            fail(trajectory, "sandbox", e)
+        close(trajectory, episode)
 
 
 def _policy_segment(c: Completion) -> Segment:
     return Segment("policy", c.tokens, c.logprobs, c.raw_logprobs, c.policy_version)
-
-
-def _fail(trajectory: Trajectory, edge: str, error: Exception) -> bool:
-    trajectory.status, trajectory.stop_reason = "failed", f"{edge}: {type(error).__name__}: {error}"
-    return True

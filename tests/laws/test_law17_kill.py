@@ -17,6 +17,7 @@ import pytest
 import rl_job
 import torch
 
+from nonet.rl import park
 from nonet.run import Run
 
 PATIENCE_S = 120
@@ -85,10 +86,10 @@ def trained(out: Path) -> list[tuple[int, int]]:
 
 def test_every_group_is_trained_exactly_once_or_still_in_the_pool(killed):
     groups = [g for _, g in trained(killed)]
-    (checkpoint,) = Run(killed).checkpoints("rl")
-    pool = json.loads((checkpoint / "pool.json").read_text())
+    (file,) = park.files(killed / "park")
+    parked = park.read(file)
     assert len(groups) == len(set(groups))
-    assert sorted([*groups, *map(int, pool["held"])]) == list(range(pool["next_group"]))
+    assert sorted([*groups, *parked.held]) == list(range(parked.next_group))
 
 
 def test_the_same_groups_are_trained_in_the_same_iterations(killed, uninterrupted):

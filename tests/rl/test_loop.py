@@ -11,7 +11,7 @@ import pytest
 import tiny
 import torch
 
-from nonet.rl import Loop, RLConfig
+from nonet.rl import Loop, RLConfig, park
 from nonet.rl.loop import summary
 from nonet.run import Run
 from nonet.types import Segment
@@ -30,6 +30,10 @@ def loop(policy, nano, tmp_path):
 
 def events(loop: Loop, kind: str) -> list[dict]:
     return list(loop.run.events(kind))
+
+
+def parked(loop: Loop) -> park.Parked:
+    return park.read(park.files(loop.run.path / "park")[-1])
 
 
 @pytest.mark.parametrize("fraction", [0.25, 0.5, 0.9])
@@ -64,10 +68,8 @@ def test_a_reward_that_raises_fails_its_attempts_and_their_groups_are_released(l
         return tiny.varied(task, transcript, sandbox)
 
     made_ = loop(rewards={"judge": brittle}, fraction=1.0, steps=3)
-    released = []
-    release = made_.pool.release
-    made_.pool.release = lambda: released.extend(release()) or released[-3:]
     made_.fit()
+    released = list(parked(made_).gone.values())
     failed = [t for g in released for t in g if t.status == "failed"]
     assert {t.stop_reason for t in failed} == {"reward judge: RuntimeError: the judge is out"}
     assert sum(e["failed"] for e in events(made_, "rl_step")) == len(failed) > 3

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nonet.rl.park import ParkStore
 from nonet.rl.pool import Pool
 from nonet.types import Segment, Trajectory
 
@@ -108,9 +109,10 @@ def test_long_attempts_are_trained_in_their_share():
 @given(
     fraction=st.sampled_from([0.1, 0.3, 0.6, 1.0]), groups=st.integers(1, 5), samples=st.integers(2, 4), data=st.data()
 )
-def test_any_schedule_keeps_the_books(fraction, groups, samples, data):
+def test_any_schedule_keeps_the_books(tmp_path_factory, fraction, groups, samples, data):
     """Whoever ends first, at any fraction: in flight + waiting + released is what was drawn."""
     pool, out = Pool(groups, samples), []
+    folder = tmp_path_factory.mktemp("park")
     for version in range(data.draw(st.integers(1, 8))):
         active = pool.take(task)
         assert 0 < len(active) <= groups * samples
@@ -121,16 +123,20 @@ def test_any_schedule_keeps_the_books(fraction, groups, samples, data):
             t.status = "parked"
         for t in enders:
             t.status = data.draw(st.sampled_from(["done", "done", "failed"]))
-        pool = restored(pool, groups, samples)
+        pool = restored(pool, folder, groups, samples)
         out += pool.release()
         assert pool.parked == len(active) - len(enders)
     assert all(len(g) == samples for g in out)
     assert sorted([*(g[0].group for g in out), *pool.held]) == list(range(pool.next_group))
 
 
-def restored(pool: Pool, groups: int, samples: int) -> Pool:
-    """The pool after a trip through a checkpoint file."""
+def restored(pool: Pool, folder: Path, groups: int, samples: int) -> Pool:
+    """The pool after a trip through a park store."""
+    store = ParkStore(folder, 0)
+    store.start()
+    store.write(t for members in pool.held.values() for t in members)
+    parked = ParkStore(folder, 0).resume(store.mark(pool.next_group, pool.held))
     other = Pool(groups, samples)
-    other.restore(json.loads(json.dumps(pool.to_json())))
+    other.restore(max(pool.next_group, parked.next_group), parked.held)
     assert other.held == pool.held
     return other
