@@ -129,7 +129,7 @@ class Task:
     """One problem. `data` is for the verifier alone and is never rendered.
 
     `id` is unique over source, split and index ("general.add/train/17"); `seed` is the number its random choices came
-    from; `rewards` names entries of the reward registry (`tasks.rewards`).
+    from; `rewards` names entries of the reward registry (`tasks.rewards`). effort: "" is a task without a level.
     """
 
     id: str
@@ -150,6 +150,7 @@ class HarnessSpec:
     """An agent's whole interface as data: equal specs behave equally; `hash` is recorded with every trajectory.
 
     system        template of the system message; {effort} and {tools} are filled in, an empty result sends none
+    effort        what {effort} becomes, itself a template of the level's name; nothing for a task without a level
     call_open/close, think_open/close   marks around a JSON tool call and around reasoning
     tool_role     role of the message that carries a tool's result ("tool", or "user" for templates without one)
     max_turns     assistant turns before the episode ends with stop reason "turns"
@@ -157,6 +158,7 @@ class HarnessSpec:
 
     name: str
     system: str = ""
+    effort: str = "{effort}"
     call_open: str = "<tool_call>"
     call_close: str = "</tool_call>"
     think_open: str = "<think>"

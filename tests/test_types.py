@@ -93,8 +93,8 @@ def test_equal_specs_have_equal_hashes_and_every_field_counts():
     base = HarnessSpec("a")
     assert base.hash == HarnessSpec("a").hash
     changed = [
-        HarnessSpec("b"), HarnessSpec("a", system="x"), HarnessSpec("a", call_open="<c>"), HarnessSpec("a",
-        call_close="</c>"),
+        HarnessSpec("b"), HarnessSpec("a", system="x"), HarnessSpec("a", effort="x"),
+        HarnessSpec("a", call_open="<c>"), HarnessSpec("a", call_close="</c>"),
         HarnessSpec("a", think_open="<t>"), HarnessSpec("a", think_close="</t>"), HarnessSpec("a", tool_role="user"),
         HarnessSpec("a", max_turns=3), load_spec("terse"), load_spec("plain"),
     ]  # fmt: skip

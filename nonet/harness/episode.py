@@ -14,7 +14,7 @@ from nonet.chat import Tokenizer
 from nonet.harness.spec import system_text
 from nonet.harness.syntax import parse_assistant, render_assistant
 from nonet.protocols import Sandbox
-from nonet.types import HarnessSpec, Message, Segment, Task, ToolResult, Trajectory
+from nonet.types import HarnessSpec, Message, Segment, Task, Tool, ToolResult, Trajectory
 
 OpenSandbox = Callable[[Task, Any], Sandbox | None]
 
@@ -25,14 +25,13 @@ class Episode:
     def __init__(self, task: Task, spec: HarnessSpec, tokenizer: Tokenizer, sandbox: Sandbox | None):
         self.task, self.spec, self.tokenizer, self.sandbox = task, spec, tokenizer, sandbox
         tools = sandbox.tools if sandbox is not None and task.sandbox and task.sandbox.tools else ()
-        system = system_text(spec, task.effort, tools)
-        self.transcript: list[Message] = [*([Message.system(system)] if system else []), *task.prompt]
+        self.transcript = opening(task, spec, tools)
         self.turns = 0
         self.stop_reason = ""
 
     def prompt(self) -> list[int]:
         """Token ids of the conversation before the policy's first word."""
-        return self.tokenizer.prompt([{"role": m.role, "content": m.text} for m in self.transcript])
+        return prompt_ids(self.transcript, self.tokenizer)
 
     def observe(self, turn: Sequence[int]) -> Segment | None:
         """Take the policy's finished turn (its end token included). Returns the tool segment that follows, or None at
@@ -86,6 +85,16 @@ class Episode:
                 episode._read(turn)
                 episode._add_results(t for s in segments for t in s.texts)
         return episode
+
+
+def opening(task: Task, spec: HarnessSpec, tools: Sequence[Tool]) -> list[Message]:
+    """What is said before the policy's first word: the system message, where there is one, and the task's prompt."""
+    system = system_text(spec, task.effort, tools)
+    return [*([Message.system(system)] if system else []), *task.prompt]
+
+
+def prompt_ids(messages: Sequence[Message], tokenizer: Tokenizer) -> list[int]:
+    return tokenizer.prompt([{"role": m.role, "content": m.text} for m in messages])
 
 
 def demonstration(

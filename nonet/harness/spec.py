@@ -36,4 +36,5 @@ def system_text(spec: HarnessSpec, effort: str, tools: Sequence[Tool]) -> str:
         listing = "\n".join(f"- {t.name} {json.dumps(t.parameters)}: {t.description}" for t in tools)
         example = f'{spec.call_open}{{"name": "...", "arguments": {{...}}}}{spec.call_close}'
         described = f"\nYou can use tools. To call one, write {example}\n{listing}"
-    return spec.system.replace("{effort}", effort).replace("{tools}", described).strip()
+    level = spec.effort.replace("{effort}", effort) if effort else ""
+    return spec.system.replace("{effort}", level).replace("{tools}", described).strip()

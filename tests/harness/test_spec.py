@@ -35,6 +35,14 @@ def test_the_system_text_fills_in_effort_and_tools():
         assert part in text
 
 
+def test_a_task_without_a_level_gets_no_effort_message():
+    spec = HarnessSpec("s", system="{effort}{tools}", effort="Effort {effort}.")
+    assert system_text(spec, "low", ()) == "Effort low."
+    assert system_text(spec, "", ()) == ""
+    assert system_text(spec, "", (TOOL,)) == system_text(spec, "low", (TOOL,)).removeprefix("Effort low.").strip()
+    assert system_text(load_spec("plain"), "", ()) == system_text(load_spec("terse"), "", ()) == ""
+
+
 def test_a_template_that_comes_out_empty_sends_no_system_message():
     assert system_text(HarnessSpec("s", system="{tools}"), "max", ()) == ""
     assert system_text(HarnessSpec("s", system=" \n"), "max", (TOOL,)) == ""
