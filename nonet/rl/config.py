@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from nonet.config import Config
+from nonet.rl.objective import CISPO, DPPO, GSPO, K25, PPO, TIS, IcePop, Mirror, Objective
 
 
 class RLConfig(Config):
@@ -34,11 +35,18 @@ class RLConfig(Config):
     max_tokens: int = Field(default=64, ge=1)  # policy tokens one trajectory may write, over all its turns and pauses
     temperature: float = Field(default=1.0, gt=0)
     max_batch: int = Field(default=384, ge=1)  # rows decoded together
-    # objective: k3.5 / K2.5 section 4
-    ratio_low: float = Field(default=0.5, gt=0)
-    ratio_high: float = Field(default=2.0, gt=0)
-    tau: float = Field(default=0.01, ge=0)  # weight of the squared log-ratio
+    # objective: a table each, documented where its formula is (objective.py)
+    objective: Literal["k25", "ppo", "tis", "icepop", "cispo", "gspo", "dppo", "mirror"] = "k25"
+    k25: K25 = K25()
+    ppo: PPO = PPO()
+    tis: TIS = TIS()
+    icepop: IcePop = IcePop()
+    cispo: CISPO = CISPO()
+    gspo: GSPO = GSPO()
+    dppo: DPPO = DPPO()
+    mirror: Mirror = Mirror()
     drop_dead_groups: bool = True  # groups whose rewards are all equal teach nothing; leave them out of the batch
+    drop_truncated: bool = False  # what its budget ended counts in the group's mean, but is not trained
     # learner
     optimizer: Literal["muon", "adamw"] = "adamw"
     lr: float = Field(default=2e-4, gt=0)
@@ -55,8 +63,6 @@ class RLConfig(Config):
     deterministic: bool = False  # every token alone: bitwise independent of batching and pauses, and slow
     check_ratio: float = Field(default=0.02, gt=0)  # stop if a fresh token's log-ratio on equal weights exceeds this
 
-    @model_validator(mode="after")
-    def _window(self) -> RLConfig:
-        if not self.ratio_low < 1 < self.ratio_high:
-            raise ValueError(f"the ratio window [{self.ratio_low}, {self.ratio_high}] must contain 1")
-        return self
+    @property
+    def chosen_objective(self) -> Objective:
+        return getattr(self, self.objective)

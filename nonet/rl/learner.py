@@ -1,11 +1,12 @@
 """One policy update: a few minibatches over a PackedBatch, each with one global denominator.
 
-MTP layers are carried along unchanged (no gradient reaches them here); their drift from the policy is the draft room's
-business.
+The learner knows neither where advantages come from nor which objective turns them into a loss. MTP layers are carried
+along unchanged (no gradient reaches them here); their drift from the policy is the draft room's business.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,85 +15,108 @@ from torch.nn import functional as F
 
 from nonet.model import Model
 from nonet.model.optimizer import Optimizer, head_counts
+from nonet.rl.ages import Ages
 from nonet.rl.batch import PackedBatch, Padded, micro_batches
 from nonet.rl.config import RLConfig
-from nonet.rl.objective import K25
+from nonet.rl.invariants import InvariantError, check_columns, check_count, check_finite, check_ratio
+from nonet.rl.objective import Objective, Tokens
 
-NEAR_TIES = 0.01
+__all__ = ["InvariantError", "Learner"]
 
-
-class InvariantError(RuntimeError):
-    """Something the loop relies on is false; the message shows the offending sample."""
+Teacher = Callable[[Padded, Sequence[str]], Any]
 
 
 class Learner:
-    def __init__(self, model: Model, config: RLConfig):
+    """objective: None takes the one that config names. teacher: makes Tokens.teacher of a part of the batch and its
+    rows' names.
+    """
+
+    def __init__(self, model: Model, config: RLConfig, objective: Objective | None = None):
         self.model, self.config = model.eval(), config  # routers stand still: the sampler's choices are the learner's
-        self.objective = K25(config.ratio_low, config.ratio_high, config.tau)
+        self.objective: Objective = objective or config.chosen_objective
+        self.teacher: Teacher | None = None
         trained = [(n, p) for n, p in model.named_parameters() if not n.startswith("mtp.")]
         self.optimizer = Optimizer(
             trained, config.optimizer, config.lr, config.betas, config.weight_decay, head_counts(model)
         )
         self.version = 0
 
-    def step(self, batch: PackedBatch) -> dict[str, float]:
+    def step(self, batch: PackedBatch) -> dict[str, Any]:
         """Train on the batch; version + 1. An empty batch changes nothing but the version."""
+        check_columns(batch)
         stats = Stats()
         order = torch.randperm(batch.rows, generator=torch.Generator().manual_seed(self.version)).tolist()
         count = min(self.config.minibatches, batch.rows)
-        for i in range(count):
-            self._minibatch(batch, order[i::count], stats, first=i == 0)
+        splits = [order[i::count] for i in range(count)]
+        proximal_T = self._proximal(batch, [r for split in splits[1:] for r in split])
+        for i, rows in enumerate(splits):
+            self._minibatch(batch, rows, stats, None if i == 0 else proximal_T)
         self.version += 1
         return stats.summary()
 
-    def _minibatch(self, batch: PackedBatch, rows: list[int], stats: Stats, first: bool) -> None:
-        tokens = sum(int(batch.mask_T[batch.starts[r] : batch.starts[r + 1]].sum()) for r in rows)
+    def _minibatch(self, batch: PackedBatch, rows: list[int], stats: Stats, proximal_T: Tensor | None) -> None:
+        """proximal_T: log-probs under the weights the iteration began with; None: those are the weights now."""
+        denominator = len(rows) if self.objective.per == "sequence" else batch.trained_in(rows)
+        counted = 0
         for micro in micro_batches(batch, rows, self.config.micro_tokens):
             part = batch.padded(micro)
-            where = part.mask_BT[:, 1:]
-            logp_N = logprobs(self.model, part, self.config.temperature)
-            behaviour_N, advantage_N = part.behaviour_BT[:, 1:][where], part.advantage_BT[:, 1:][where]
-            if first:
-                self._check_ratio(batch, micro, part, (logp_N.detach() - behaviour_N))
-            loss = self.objective(logp_N, behaviour_N, advantage_N) / tokens
+            tokens = self._tokens(batch, part, proximal_T)
+            index_N, log_ratio_N = part.index_N, tokens.logp_N.detach() - tokens.behaviour_N
+            if stats.updates == 0:
+                moe = self.model.config.moe is not None
+                check_ratio(batch, index_N, log_ratio_N, self.version, self.config.check_ratio, moe)
+            loss = self.objective(tokens) / denominator
+            check_finite(batch, index_N, loss, log_ratio_N)
             loss.backward()
-            stats.add(loss, logp_N.detach() - behaviour_N, part.version_BT[:, 1:][where] < self.version, self.objective)
+            counted += len(index_N)
+            stats.add(loss, tokens, self.objective.clipped(tokens), self.version - batch.version_T[index_N])
+        check_count(counted, batch.trained_in(rows), [batch.names[r] for r in rows])
         stats.lr = self._lr()
         stats.grad_norm += self.optimizer.step(stats.lr, self.config.grad_clip)
         stats.updates += 1
+
+    def _tokens(self, batch: PackedBatch, part: Padded, proximal_T: Tensor | None) -> Tokens:
+        """What the objective sees of a part; where it may ask for them, gradients of its inputs are kept."""
+        needs, index_N = self.objective.needs, part.index_N
+        logp_N, logits_NW = scores(self.model, part, self.config.temperature)
+        for leaf in (logp_N, logits_NW) if "logits" in needs else (logp_N,):
+            leaf.retain_grad()
+        proximal_N = None
+        if "proximal" in needs:
+            proximal_N = logp_N.detach() if proximal_T is None else proximal_T[index_N]
+        return Tokens(
+            logp_N, batch.behaviour_T[index_N], batch.advantage_T[index_N], part.row_N, proximal_N,
+            logits_NW if "logits" in needs else None,
+            self.teacher(part, [batch.names[r] for r in part.rows]) if self.teacher is not None else None,
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def _proximal(self, batch: PackedBatch, rows: list[int]) -> Tensor | None:
+        """Log-probs of the rows' tokens under the weights now, flat [T]: one forward where it is asked for."""
+        if "proximal" not in self.objective.needs or not rows:
+            return None
+        out_T = torch.full_like(batch.behaviour_T, torch.nan)
+        for micro in micro_batches(batch, rows, self.config.micro_tokens):
+            part = batch.padded(micro)
+            out_T[part.index_N] = scores(self.model, part, self.config.temperature)[0]
+        return out_T
 
     def _lr(self) -> float:
         c, step = self.config, self.version
         up = min(1.0, (step + 1) / c.warmup) if c.warmup else 1.0
         return c.lr * up * (c.decay_to + (1 - c.decay_to) * max(0.0, 1 - step / c.steps))
 
-    def _check_ratio(self, batch: PackedBatch, micro: list[int], part: Padded, log_ratio_N: Tensor) -> None:
-        """On equal weights the learner must reproduce the sampler's log-probs; if not, some input differs from what was
-        seen. With routed experts a share of NEAR_TIES may differ: where two experts score alike to the last bits,
-        sampler and learner, which sum in another order, choose differently.
-        """
-        where = part.mask_BT[:, 1:]
-        fresh_BT = where & (part.version_BT[:, 1:] == self.version)
-        drift_BT = torch.zeros(where.shape, dtype=log_ratio_N.dtype).masked_scatter(where, log_ratio_N).abs() * fresh_BT
-        allowed = int(NEAR_TIES * int(fresh_BT.sum())) if self.model.config.moe else 0
-        if bool(drift_BT.isfinite().all()) and int((drift_BT > self.config.check_ratio).sum()) <= allowed:
-            return
-        b, t = divmod(int(drift_BT.argmax()), drift_BT.shape[1])
-        raise InvariantError(
-            f"{batch.names[micro[b]]}: token {t + 1} (id {int(part.tokens_BT[b, t + 1])}) was sampled at log-prob "
-            f"{float(part.behaviour_BT[b, t + 1]):.4f} but scores {float(drift_BT[b, t]):.4f} away from it "
-            "under the same weights"
-        )
 
-
-def logprobs(model: Model, part: Padded, temperature: float) -> Tensor:
-    """logp_N of the masked tokens in row-major order, at the sampling temperature (law: ratio 1 on equal weights)."""
-    where = part.mask_BT[:, 1:]
-    hidden_ND = model(part.tokens_BT)[:, :-1][where]
+def scores(model: Model, part: Padded, temperature: float) -> tuple[Tensor, Tensor]:
+    """logp_N of the trained tokens, row by row, and logits_NW they come from, both at the sampling temperature (law:
+    ratio 1 on equal weights).
+    """
+    where_BT = part.where_BT
+    hidden_ND = model(part.tokens_BT)[:, :-1][where_BT]
     logits_NW = model.logits(hidden_ND).float()
     if temperature != 1:
         logits_NW = logits_NW / temperature
-    return -F.cross_entropy(logits_NW, part.tokens_BT[:, 1:][where], reduction="none")
+    return -F.cross_entropy(logits_NW, part.tokens_BT[:, 1:][where_BT], reduction="none"), logits_NW
 
 
 class Stats:
@@ -100,23 +124,36 @@ class Stats:
 
     def __init__(self) -> None:
         self.loss = self.grad_norm = self.lr = 0.0
-        self.tokens = self.masked = self.stale = self.updates = 0
-        self.log_ratio = self.ratio_sum = 0.0
+        self.tokens = self.clipped = self.stale = self.updates = 0
+        self.ratio_sum = 0.0
         self.low, self.high = 1.0, 1.0
+        self.ages = Ages()
 
-    def add(self, loss: Tensor, log_ratio_N: Tensor, stale_N: Tensor, objective: K25) -> None:
-        ratio = log_ratio_N.exp()
+    def add(self, loss: Tensor, tokens: Tokens, clipped_N: Tensor, age_N: Tensor) -> None:
+        """After the backward pass, when `tokens` holds gradients."""
+        log_ratio_N = tokens.logp_N.detach() - tokens.behaviour_N
+        ratio_N = log_ratio_N.exp()
         self.loss += float(loss.detach())
-        self.tokens += len(ratio)
-        self.masked += int(((ratio < objective.ratio_low) | (ratio > objective.ratio_high)).sum())
-        self.stale += int(stale_N.sum())
-        self.ratio_sum += float((ratio - 1 - log_ratio_N).sum())
-        self.low, self.high = min(self.low, float(ratio.min())), max(self.high, float(ratio.max()))
+        self.tokens += len(ratio_N)
+        self.clipped += int(clipped_N.sum())
+        self.stale += int((age_N > 0).sum())
+        self.ratio_sum += float((ratio_N - 1 - log_ratio_N).sum())
+        self.low, self.high = min(self.low, float(ratio_N.min())), max(self.high, float(ratio_N.max()))
+        self.ages.add(age_N, ratio_N, clipped_N, pull(tokens))
 
     def summary(self) -> dict[str, Any]:
         n, u = max(1, self.tokens), max(1, self.updates)
         return {
             "loss": self.loss / u, "grad_norm": self.grad_norm / u, "lr": self.lr, "updates": self.updates,
-            "trained_tokens": self.tokens, "masked": self.masked / n, "stale": self.stale / n,
-            "kl": self.ratio_sum / n, "ratio_min": self.low, "ratio_max": self.high,
+            "trained_tokens": self.tokens, "masked": self.clipped / n, "stale": self.stale / n,
+            "kl": self.ratio_sum / n, "ratio_min": self.low, "ratio_max": self.high, "ages": self.ages.rows(),
         }  # fmt: skip
+
+
+def pull(tokens: Tokens) -> Tensor:
+    """How hard each token pulls, [N]: |dL / dlog pi|, or the length of dL / dlogits where the loss needs logits."""
+    if tokens.logits_NW is not None:
+        assert tokens.logits_NW.grad is not None
+        return torch.linalg.vector_norm(tokens.logits_NW.grad, dim=-1)
+    assert tokens.logp_N.grad is not None
+    return tokens.logp_N.grad.abs()

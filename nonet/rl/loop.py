@@ -20,11 +20,12 @@ import torch
 from nonet.engine import Engine
 from nonet.model import Model
 from nonet.progress import progress
-from nonet.rl.advantage import Scored, advantages, is_dead
+from nonet.rl.advantage import Credit, GroupMean, is_dead, rewarded
 from nonet.rl.batch import pack
 from nonet.rl.config import RLConfig
-from nonet.rl.learner import InvariantError, Learner
+from nonet.rl.learner import Learner
 from nonet.rl.monitor import ResumeCost, counts, staleness
+from nonet.rl.objective import Objective
 from nonet.rl.park import ParkStore
 from nonet.rl.pool import Pool, Rules
 from nonet.rl.record import trajectory_record
@@ -39,7 +40,8 @@ STEP_EVENTS = ("rl_step", "trained", "dropped")  # undone with the steps after a
 
 class Loop:
     """score: judges what has ended (None: the rewards of the setting). on_step: called with the number of steps done
-    before each iteration, so that what it sets is again a function of what a checkpoint holds.
+    before each iteration, so that what it sets is again a function of what a checkpoint holds. credit, objective: what
+    is trained, and how; None: the group mean and the objective that config names.
     """
 
     def __init__(
@@ -52,10 +54,13 @@ class Loop:
         *,
         score: Score | None = None,
         on_step: Callable[[int], None] | None = None,
+        credit: Credit | None = None,
+        objective: Objective | None = None,
     ):
         self.setting, self.config, self.run, self.seed, self.on_step = setting, config, run, seed, on_step
         self.engine = Engine(model, config.max_batch, config.deterministic)
-        self.learner = Learner(model, config)
+        self.learner = Learner(model, config, objective)
+        self.credit = credit or GroupMean.of(config)
         self.pool = Pool(config.groups, config.samples, rules(config))
         self.park = ParkStore(run.path / "park", seed)
         self.rollout = Rollout(
@@ -89,12 +94,12 @@ class Loop:
         given_up, active, ended = self._roll(version)
         groups = self._release(version)
         rolled = time.time()
-        scored = self._trainable(groups)
-        learned = self.learner.step(pack(scored))
+        scored = self.credit(groups)
+        learned = self.learner.step(pack(scored, self.config.max_tokens))
         resumed = cost.figures()
         self.engine.load(self.learner.version, on_resume=self.config.on_resume)
         self.step += 1
-        trained = [t for t, _ in scored]
+        trained = [s.trajectory for s in scored]
         closed = given_up + [t for t in active if t.status in ("done", "failed")]
         metrics = {
             **summary(groups, self.setting), **learned, **staleness(trained, version), **resumed,
@@ -128,16 +133,6 @@ class Loop:
         groups = self.pool.release(version)
         self.park.release([g[0].group for g in groups], f"trained at step {self.step + 1}")
         return groups
-
-    def _trainable(self, groups: Sequence[list[Trajectory]]) -> list[Scored]:
-        out: list[Scored] = []
-        for group in groups:
-            if len(group) != self.config.samples:
-                raise InvariantError(f"group {group[0].group}: {len(group)} members, not {self.config.samples}")
-            scored = advantages(group)
-            if scored and not (self.config.drop_dead_groups and is_dead(scored)):
-                out += scored
-        return out
 
     def _keep(self, groups: Sequence[list[Trajectory]]) -> None:
         """Write some groups out for reading: evenly spaced, because the first are always the longest relayed."""
@@ -198,7 +193,7 @@ def summary(groups: Sequence[list[Trajectory]], setting: Setting) -> dict[str, A
     return {
         "reward": _mean([t.reward for t in done]),
         **{f"reward_{d}": _mean(v) for d, v in sorted(by_domain.items())},
-        "dead_groups": sum(is_dead(advantages(g)) for g in groups),
+        "dead_groups": sum(is_dead(rewarded(g)) for g in groups),
         "failed": sum(t.status == "failed" for g in groups for t in g),
         "tokens": len(written),
         "length": _mean([t.policy_tokens for t in done]),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from nonet.engine import Engine
 from nonet.harness import Episode
 from nonet.model import Model
-from nonet.rl.batch import pack
+from nonet.rl.batch import Scored, pack
 from nonet.rl.config import RLConfig
 from nonet.rl.learner import Learner
 from nonet.rl.setting import Setting, open_sandbox
@@ -27,7 +27,7 @@ def plain_rl(model: Model, setting: Setting, config: RLConfig, seed: int) -> lis
             rewards = [t.reward for t in members]
             if len(set(rewards)) > 1:
                 mean = sum(rewards) / len(rewards)
-                scored += [(t, r - mean) for t, r in zip(members, rewards, strict=True)]
+                scored += [Scored.uniform(t, r - mean) for t, r in zip(members, rewards, strict=True)]
         learner.step(pack(scored))
         drawn.append(groups)
     return drawn

@@ -11,6 +11,7 @@ import tiny
 import torch
 
 from nonet.rl import Loop, RLConfig
+from nonet.rl.objective import K25
 from nonet.run import Run
 
 CONFIG = RLConfig(
@@ -44,7 +45,7 @@ def test_fraction_one_is_plain_synchronous_rl_bit_for_bit(plain, policy, nano, t
     assert any(not torch.equal(weights[name], before[name]) for name in weights)
 
 
-@pytest.mark.parametrize("change", [{"fraction": 0.5}, {"tau": 0.5}])
+@pytest.mark.parametrize("change", [{"fraction": 0.5}, {"k25": K25(tau=0.5)}])
 def test_the_comparison_would_notice_another_algorithm(plain, policy, nano, tmp_path, change):
     weights, _ = looped(policy, nano, tmp_path, CONFIG.model_copy(update=change))
     assert any(not torch.equal(weights[name], plain[0][name]) for name in weights)

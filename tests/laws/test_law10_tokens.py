@@ -8,7 +8,7 @@ import torch
 
 from nonet.engine import Engine
 from nonet.rl import Loop, RLConfig
-from nonet.rl.batch import PackedBatch, pack
+from nonet.rl.batch import PackedBatch, Scored, pack
 from nonet.rl.rollout import Rollout
 from nonet.run import Run
 from nonet.types import Completion, Request, Sampling, Trajectory
@@ -126,7 +126,7 @@ def test_he_llo_survives_two_tool_turns(nano, split_hello):
     rollout.run([t], 1)
     assert ended == [t.id]
     assert [s.author for s in t.segments] == ["prompt", "policy", "tool", "policy", "tool", "policy"]
-    batch = pack([(t, 1.0)])
+    batch = pack([Scored.uniform(t, 1.0)])
     assert_row_is_what_was_heard(batch, 0, generator.heard[t.id])
     trained = batch.tokens_T[batch.mask_T].tolist()
     assert trained == [*turns("", 0), *turns("", 1), *turns("", 2)]
@@ -140,7 +140,7 @@ def test_tool_and_prompt_tokens_are_in_the_context_but_never_trained(nano, polic
     t = Trajectory(setting.task("train", 0).id, 0, 0)
     rollout.run([t], 1)
     assert any(s.author == "tool" for s in t.segments)
-    batch = pack([(t, 2.0)])
+    batch = pack([Scored.uniform(t, 2.0)])
     masked = iter(batch.mask_T.tolist())
     for s in t.segments:
         assert [next(masked) for _ in s.tokens] == [s.author == "policy"] * len(s.tokens)

@@ -53,7 +53,7 @@ def test_files_quick_and_set_apply_in_that_order(tmp_path):
         ("model.d_modle=3", "model.d_modle: unknown key; did you mean model.d_model?"),
         ("rl.fraction=1.5", "rl.fraction = 1.5: "),
         ("rl.samples=1", "rl.samples = 1: "),
-        ("rl.ratio_low=1.2", "window [1.2, 2.0] must contain 1"),
+        ("rl.k25.ratio_low=1.2", "rl.k25.ratio_low = 1.2: Input should be less than 1"),
         ('tasks.efforts=["middling"]', "'middling' is not an effort; use low, high, max"),
         ("model.vocab_size=300", "model.vocab_size: is the tokenizer's; set start.vocab_size"),
         ("model.heads=5", "not a multiple"),

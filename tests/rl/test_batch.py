@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nonet.rl.batch import micro_batches, pack
+from nonet.rl.batch import Scored, micro_batches, pack
 from nonet.types import Segment
 
 PARTS = [("prompt", 2), ("policy", 2), ("tool", 2), ("policy", 1)]
@@ -29,11 +29,11 @@ def test_every_token_knows_its_author_version_logprob_and_advantage():
         numbered(made.trajectory(0, 0, PARTS), -9),
         numbered(made.trajectory(1, 0, [("prompt", 1), ("policy", 2)]), -3),
     )
-    batch = pack([(a, 0.5), (b, -2.0)])
+    batch = pack([Scored.uniform(a, 0.5), Scored(b, (-2.0, -3.0))])
     assert batch.tokens_T.tolist() == [*a.tokens, *b.tokens]
     assert batch.mask_T.tolist() == [False, False, True, True, False, False, True, False, True, True]
     assert batch.behaviour_T.tolist() == [0, 0, -9, -8, 0, 0, -7, 0, -3, -2]
-    assert batch.advantage_T.tolist() == [0, 0, 0.5, 0.5, 0, 0, 0.5, 0, -2, -2]
+    assert batch.advantage_T.tolist() == [0, 0, 0.5, 0.5, 0, 0, 0.5, 0, -2, -3]
     assert batch.version_T.tolist() == [-1, -1, 1, 1, -1, -1, 3, -1, 1, 1]
     assert (batch.starts, batch.rows, batch.trained_tokens) == ([0, 7, 10], 2, 5)
     assert "task 0" in batch.names[0]
@@ -45,7 +45,7 @@ def test_versions_2_4_6_stay_with_their_tokens():
     t = made.trajectory(parts=[("prompt", 1)])
     for n, version in ((2, 2), (2, 4), (8, 6)):
         t.append(Segment("policy", tuple(range(n)), (-0.1 * version,) * n, (0.0,) * n, version))
-    batch = pack([(t, 1.0)])
+    batch = pack([Scored.uniform(t, 1.0)])
     assert batch.version_T.tolist() == [-1, 2, 2, 4, 4, *[6] * 8]
     torch.testing.assert_close(batch.behaviour_T[1:], -0.1 * batch.version_T[1:].float())
     assert bool(batch.mask_T[1:].all())
@@ -58,17 +58,21 @@ def test_an_empty_batch_has_no_rows():
 
 def test_padding_is_on_the_right_and_never_masked_in():
     a, b = made.trajectory(0, 0, PARTS), made.trajectory(1, 0, [("prompt", 1), ("policy", 2)])
-    part = pack([(a, 1.0), (b, 1.0)]).padded([1, 0])
+    part = pack([Scored.uniform(a, 1.0), Scored.uniform(b, 1.0)]).padded([1, 0])
     assert part.tokens_BT.shape == (2, 7)
     assert part.tokens_BT[0, :3].tolist() == list(b.tokens)
     assert part.tokens_BT[1].tolist() == list(a.tokens)
     assert not part.mask_BT[0, 3:].any()
-    assert part.behaviour_BT[0, 3:].tolist() == part.advantage_BT[0, 3:].tolist() == [0.0] * 4
+    assert part.index_BT.tolist() == [[7, 8, 9, -1, -1, -1, -1], [0, 1, 2, 3, 4, 5, 6]]
+    assert part.index_N.tolist() == [8, 9, 2, 3, 6]
+    assert part.row_N.tolist() == [0, 0, 1, 1, 1]
 
 
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12), tokens=st.integers(1, 120), data=st.data())
 def test_micro_batches_hold_every_row_once_within_their_limit(lengths, tokens, data):
-    batch = pack([(made.trajectory(i, 0, [("prompt", 1), ("policy", n)]), 1.0) for i, n in enumerate(lengths)])
+    batch = pack(
+        [Scored.uniform(made.trajectory(i, 0, [("prompt", 1), ("policy", n)]), 1.0) for i, n in enumerate(lengths)]
+    )
     rows = data.draw(st.permutations(range(len(lengths))))
     micros = micro_batches(batch, rows, tokens)
     assert sorted(r for m in micros for r in m) == sorted(rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
 import made
 import pytest
@@ -13,12 +14,13 @@ from torch import Tensor
 
 from nonet.engine import Engine
 from nonet.model import Model
-from nonet.rl.batch import PackedBatch, pack
+from nonet.rl.batch import PackedBatch, Scored, pack
 from nonet.rl.config import RLConfig
 from nonet.rl.learner import InvariantError, Learner
+from nonet.rl.objective import K25
 from nonet.types import Request, Sampling, Segment, Trajectory
 
-ONE = dict(minibatches=1, warmup=0, lr=1e-2, check_ratio=1e9)
+ONE: dict[str, Any] = dict(minibatches=1, warmup=0, lr=1e-2, check_ratio=1e9)
 SHAPES = [
     [("prompt", 3), ("policy", 4)],
     [("prompt", 5), ("policy", 9), ("tool", 4), ("policy", 2)],
@@ -32,7 +34,7 @@ def m() -> Model:
     return tiny.model(mtp_layers=1)
 
 
-def scored(m: Model, n: int = 8, drift: float = 0.0) -> list[tuple[Trajectory, float]]:
+def scored(m: Model, n: int = 8, drift: float = 0.0) -> list[Scored]:
     """n attempts of different shapes, written by m; drift moves the recorded log-probs away from what m says now."""
     noise = torch.Generator().manual_seed(0)
     out = []
@@ -42,7 +44,7 @@ def scored(m: Model, n: int = 8, drift: float = 0.0) -> list[tuple[Trajectory, f
             if s.author == "policy" and drift:
                 moved = [x + drift * float(torch.randn((), generator=noise)) for x in s.logprobs]
                 t.segments[j] = Segment("policy", s.tokens, tuple(moved), s.raw_logprobs, s.policy_version)
-        out.append((t, (-1.0) ** i * (0.5 + i / 10)))
+        out.append(Scored.uniform(t, (-1.0) ** i * (0.5 + i / 10)))
     return out
 
 
@@ -82,7 +84,7 @@ def test_the_ratio_is_one_on_equal_weights(kind, temperature):
         attempts.append(Trajectory("t", i, 0, [Segment("prompt", prompt)], status="done"))
     for c in engine.run():
         attempts[int(c.id)].append(Segment("policy", c.tokens, c.logprobs, c.raw_logprobs, c.policy_version))
-    batch = pack([(t, 1.0) for t in attempts])
+    batch = pack([Scored.uniform(t, 1.0) for t in attempts])
     stats = Learner(copy.deepcopy(m), RLConfig(temperature=temperature, minibatches=1, check_ratio=1e-4)).step(batch)
     assert abs(stats["ratio_min"] - 1) < 1e-4
     assert abs(stats["ratio_max"] - 1) < 1e-4
@@ -94,7 +96,7 @@ def test_the_ratio_is_one_on_equal_weights(kind, temperature):
 
 def test_a_corrupted_logprob_stops_the_run_and_names_the_sample(m):
     attempts = scored(m)
-    t = attempts[5][0]
+    t = attempts[5].trajectory
     s = t.segments[3]
     wrong = (s.logprobs[0], s.logprobs[1] - 0.5)
     t.segments[3] = Segment("policy", s.tokens, wrong, s.raw_logprobs, s.policy_version)
@@ -109,8 +111,9 @@ def test_a_corrupted_logprob_stops_the_run_and_names_the_sample(m):
 
 def test_a_nan_logprob_stops_the_run_too(m):
     attempts = scored(m)
-    s = attempts[0][0].segments[1]
-    attempts[0][0].segments[1] = Segment("policy", s.tokens, (math.nan, *s.logprobs[1:]), s.raw_logprobs, 0)
+    t = attempts[0].trajectory
+    s = t.segments[1]
+    t.segments[1] = Segment("policy", s.tokens, (math.nan, *s.logprobs[1:]), s.raw_logprobs, 0)
     with pytest.raises(InvariantError):
         Learner(copy.deepcopy(m), RLConfig(minibatches=1)).step(pack(attempts))
 
@@ -121,7 +124,7 @@ def test_routed_experts_may_differ_on_a_few_tokens_but_not_on_a_whole_attempt():
 
     def off(attempts: int, tokens: int) -> PackedBatch:
         rows = scored(m, 40)
-        for t, _ in rows[:attempts]:
+        for t in (r.trajectory for r in rows[:attempts]):
             s = t.segments[1]
             moved = tuple(x - 0.5 * (i < tokens) for i, x in enumerate(s.logprobs))
             t.segments[1] = Segment("policy", s.tokens, moved, s.raw_logprobs, s.policy_version)
@@ -148,8 +151,8 @@ def test_stale_tokens_are_allowed_to_have_drifted(m):
 def test_the_loss_is_the_objective_over_all_policy_tokens_and_no_others(m):
     """trl#6367, #6369, #3823: who is in the denominator. At ratio 1 the loss is -(sum of A) / (policy tokens)."""
     attempts = scored(m)
-    tokens = sum(t.policy_tokens for t, _ in attempts)
-    expected = -sum(a * t.policy_tokens for t, a in attempts) / tokens
+    tokens = sum(s.trajectory.policy_tokens for s in attempts)
+    expected = -sum(sum(s.advantages) for s in attempts) / tokens
     _, stats = gradient(m, pack(attempts))
     assert stats["loss"] == pytest.approx(expected, rel=1e-4)
     assert stats["trained_tokens"] == tokens
@@ -187,24 +190,24 @@ def test_nothing_on_prompt_or_tool_tokens_moves_the_gradient(m, field):
 def test_the_gradient_is_that_of_a_plain_double_loop(m):
     """Written out token by token: log pi at the temperature, K25 by formula, one global denominator."""
     wide = copy.deepcopy(m).double()
-    attempts, c = scored(m, 4, drift=0.4), RLConfig(**ONE, temperature=0.8, tau=0.2)
+    attempts, c = scored(m, 4, drift=0.4), RLConfig(**ONE, temperature=0.8, k25=K25(tau=0.2))
     loss, count = torch.zeros((), dtype=torch.float64), 0
-    for t, a in attempts:
+    for t, a in ((s.trajectory, s.advantages[0]) for s in attempts):
         logits = wide.logits(wide(torch.tensor([t.tokens])))[0] / c.temperature
         at = 0
         for s in t.segments:
             for token, mu in zip(s.tokens, s.logprobs, strict=False):
                 log_ratio = logits[at - 1].log_softmax(-1)[token] - torch.tensor(mu, dtype=torch.float32).double()
                 rho = log_ratio.exp()
-                if c.ratio_low <= rho <= c.ratio_high:
+                if c.k25.ratio_low <= rho <= c.k25.ratio_high:
                     loss = loss - rho * a
-                loss = loss + c.tau * log_ratio**2
+                loss = loss + c.k25.tau * log_ratio**2
                 count += 1
                 at += 1
             at += len(s.tokens) if s.author != "policy" else 0
     (loss / count).backward()
     expected = {n: p.grad.float() for n, p in wide.named_parameters() if p.grad is not None}
-    assert_same(gradient(m, pack(attempts), temperature=0.8, tau=0.2)[0], expected, rtol=1e-3)
+    assert_same(gradient(m, pack(attempts), temperature=0.8, k25=K25(tau=0.2))[0], expected, rtol=1e-3)
 
 
 # ------------------------------------------------------------------------------- steps
@@ -237,7 +240,7 @@ def test_rl_leaves_the_mtp_layer_alone_and_moves_everything_else(m, optimizer):
 
 def test_tau_acts_on_the_second_minibatch_and_on_stale_data_but_not_on_one_fresh_update(m):
     def after(tau: float, drift: float, minibatches: int) -> dict[str, Tensor]:
-        config = {**ONE, "tau": tau, "minibatches": minibatches}
+        config = {**ONE, "k25": K25(tau=tau), "minibatches": minibatches}
         learner = Learner(copy.deepcopy(m), RLConfig(**config))
         learner.step(pack(scored(m, drift=drift)))
         return weights(learner)
@@ -246,14 +249,14 @@ def test_tau_acts_on_the_second_minibatch_and_on_stale_data_but_not_on_one_fresh
         return all(torch.allclose(a[n], b[n], rtol=0, atol=2e-4) for n in a)
 
     fresh = pack(scored(m))  # gradients: an optimiser would blow up the last bits by which sampler and learner differ
-    assert_same(gradient(m, fresh, tau=0.0)[0], gradient(m, fresh, tau=0.5)[0], rtol=1e-3)
+    assert_same(gradient(m, fresh, k25=K25(tau=0.0))[0], gradient(m, fresh, k25=K25(tau=0.5))[0], rtol=1e-3)
     assert not same(after(0.0, 0.0, 2), after(0.5, 0.0, 2))
     assert not same(after(0.0, 0.5, 1), after(0.5, 0.5, 1))
 
 
 def test_minibatches_partition_the_rows_and_their_order_comes_from_the_version(m, monkeypatch):
     seen: list[list[int]] = []
-    monkeypatch.setattr(Learner, "_minibatch", lambda self, batch, rows, stats, first: seen.append(rows))
+    monkeypatch.setattr(Learner, "_minibatch", lambda self, batch, rows, stats, proximal: seen.append(rows))
     learner = Learner(m, RLConfig(minibatches=3))
     batch = pack(scored(m))
     learner.step(batch)
@@ -283,7 +286,7 @@ def test_the_learning_rate_warms_up_and_decays(m):
 def test_a_better_than_average_answer_becomes_likelier_and_a_worse_one_less_likely(m):
     good, bad = (made.written_by(m, made.trajectory(0, i, [("prompt", 3), ("policy", 6)])) for i in range(2))
     learner = Learner(copy.deepcopy(m), RLConfig(**{**ONE, "lr": 2e-3}))
-    learner.step(pack([(good, 1.0), (bad, -1.0)]))
+    learner.step(pack([Scored.uniform(good, 1.0), Scored.uniform(bad, -1.0)]))
     for t, up in ((good, True), (bad, False)):
         now = made.written_by(learner.model, copy.deepcopy(t))
         assert (sum(now.segments[1].logprobs) > sum(t.segments[1].logprobs)) == up

@@ -87,8 +87,8 @@ def test_dead_groups_are_left_out_of_the_batch_or_kept_on_request(loop):
     rewards = [[1, 1, 1], [1, 0, 0], [None, None, 1], [None, 0, 1]]
     groups = [made.group(r, i) for i, r in enumerate(rewards)]
     dropping, keeping = loop(), loop(drop_dead_groups=False)
-    assert [t.group for t, _ in dropping._trainable(groups)] == [1, 1, 1, 3, 3]
-    assert [t.group for t, _ in keeping._trainable(groups)] == [0, 0, 0, 1, 1, 1, 3, 3]
+    assert [s.trajectory.group for s in dropping.credit(groups)] == [1, 1, 1, 3, 3]
+    assert [s.trajectory.group for s in keeping.credit(groups)] == [0, 0, 0, 1, 1, 1, 3, 3]
 
 
 def test_all_groups_dead_is_an_iteration_that_changes_nothing(loop, policy):
