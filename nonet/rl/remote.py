@@ -1,0 +1,104 @@
+"""A served model as a Generator: held-out tasks are played over HTTP, token ids in, token ids out.
+
+Speaks /v1/completions with prompts of ids and `return_token_ids`, as `nonet serve` answers it. The weights behind an
+address are somebody else's, so nothing is paused, parked or trained here: it is for measuring what clients get.
+"""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Any
+
+from nonet.ops.rng import stream_key
+from nonet.types import Completion, Request, UserError
+
+
+class Remote:
+    """url: of the server, without /v1. context: positions a request may fill. clients: requests at the same time.
+
+    Raises UserError when the server cannot be reached or refuses; an accepted request ends in one Completion. drafted,
+    accepted: tokens so far that a draft proposed there, and those of them that stood.
+    """
+
+    version = 0
+
+    def __init__(self, url: str, context: int, clients: int = 16, timeout_s: float = 600.0, api_key: str = ""):
+        self.url, self.context, self.timeout_s, self.api_key = url.rstrip("/"), context, timeout_s, api_key
+        self._threads = ThreadPoolExecutor(clients)
+        self._running: dict[Future[Completion], str] = {}
+        self.drafted = self.accepted = 0
+
+    def submit(self, request: Request) -> None:
+        if request.stop_texts or len(request.tokens) + request.max_tokens > self.context:
+            raise UserError(
+                f"request {request.id}: stop texts and more than {self.context} positions are not asked for"
+            )
+        self._running[self._threads.submit(self._complete, request)] = request.id
+
+    def step(self) -> list[Completion]:
+        """Waits for the next answers."""
+        ended, _ = wait(self._running, return_when=FIRST_COMPLETED)
+        out = [f.result() for f in ended]
+        for f in ended:
+            del self._running[f]
+        for c in out:
+            self.drafted, self.accepted = self.drafted + c.drafted_tokens, self.accepted + c.accepted_tokens
+        return out
+
+    def pause(self) -> list[Completion]:
+        """Nothing may be running: a served answer cannot be parked."""
+        if self._running:
+            raise UserError(f"{self.url}: {len(self._running)} answers are being written and a server cannot park them")
+        return []
+
+    def abort(self, request_id: str) -> Completion | None:
+        raise UserError(f"{self.url}: request {request_id} cannot be aborted from here")
+
+    def written(self, request_id: str, since: int = 0) -> Completion | None:
+        raise UserError(f"{self.url}: what request {request_id} wrote so far is not known here")
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._running)
+
+    def close(self) -> None:
+        self._threads.shutdown(cancel_futures=True)
+
+    def _complete(self, request: Request) -> Completion:
+        s = request.sampling
+        body = {
+            "prompt": list(request.tokens), "max_tokens": request.max_tokens, "return_token_ids": True,
+            "temperature": s.temperature, "top_k": s.top_k, "top_p": s.top_p, "min_p": s.min_p,
+            "seed": stream_key(s.seed, request.stream)[0], "logprobs": 0,
+        }  # fmt: skip
+        choice, usage = self._post(body)
+        details = usage["completion_tokens_details"]
+        accepted = details["accepted_prediction_tokens"]
+        return Completion(
+            request.id,
+            tuple(choice["token_ids"]),
+            tuple(choice["token_logprobs"]),  # of the distribution they were drawn from
+            tuple(choice["logprobs"]["token_logprobs"]),
+            choice["finish_reason"],
+            self.version,
+            cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
+            drafted_tokens=accepted + details["rejected_prediction_tokens"],
+            accepted_tokens=accepted,
+        )
+
+    def _post(self, body: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        headers = {"Content-Type": "application/json"}
+        if self.api_key:
+            headers["Authorization"] = f"Bearer {self.api_key}"
+        asked = urllib.request.Request(f"{self.url}/v1/completions", json.dumps(body).encode(), headers)
+        try:
+            with urllib.request.urlopen(asked, timeout=self.timeout_s) as answer:
+                found = json.load(answer)
+        except urllib.error.HTTPError as e:
+            raise UserError(f"{self.url}: status {e.code}: {e.read().decode(errors='replace')[:300]}") from e
+        except urllib.error.URLError as e:
+            raise UserError(f"{self.url}: {e.reason}; is it being served?") from e
+        return found["choices"][0], found["usage"]
