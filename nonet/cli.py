@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from nonet.cli_draft import app as draft
+from nonet.cli_runs import app as runs
 from nonet.types import UserError
 
 app = typer.Typer(
@@ -21,6 +22,7 @@ app = typer.Typer(
 )
 
 _ = app.add_typer(draft)
+_ = app.add_typer(runs)
 
 Set = Annotated[list[str] | None, typer.Option("--set", help="Override one value: room.key=value. Repeatable.")]
 Recipes = Annotated[list[str], typer.Argument(help="TOML files, merged left to right.")]

@@ -21,8 +21,8 @@ class RLConfig(Config):
     # from what old weights remembered: cheaper, but lost when a run is killed, so that law 17 does not hold
     on_resume: Literal["reprefill", "reuse"] = "reprefill"
     # staleness: most updates between a trajectory's first token and the update it is trained in (default: any number).
-    # Those too old: "wait" finishes their groups before the pause, "recycle" starts them over from the prompt with
-    # other random numbers, "drop" gives up their whole group untrained. These two never train what takes longer.
+    # Those too old: "wait" finishes their groups before the pause; "recycle" starts them over from the prompt with
+    # other random numbers; "drop" gives up their whole group untrained, and so never trains what takes longer.
     max_age: int | None = Field(default=None, ge=0)
     stale: Literal["drop", "recycle", "wait"] = "wait"
     # a member whose sandbox or reward broke: "release" trains its group without it, "retry" starts it over, at most
