@@ -30,6 +30,7 @@ from nonet.engine.prefix import PrefixCache
 from nonet.engine.row import Report, Row, check_request
 from nonet.engine.sampler import SamplingRows, sample, top
 from nonet.engine.scheduler import Batch, Scheduler
+from nonet.engine.scoring import Passage, likeliest, score
 from nonet.engine.snapshots import Node
 from nonet.engine.speculation import Drafted, Speculation
 from nonet.engine.weights import copy_weights
@@ -205,6 +206,15 @@ class Engine:
             self._native.refresh()
         if self.drafter is not None:
             self.drafter.refresh()
+
+    def score(self, tokens: tuple[int, ...], top_logprobs: int = 0) -> Completion:
+        """Given tokens as if they had been written, without a word more: one forward, of which nothing is remembered.
+        Nothing precedes the first, whose log-prob is told as 0. UserError for what the model cannot read.
+        """
+        passage = Passage(tokens, 1)
+        logprobs = (0.0, *score(self.model, [passage], 1.0, self.forward.deterministic)[0])
+        tops = ((), *map(tuple, likeliest(self.model, passage, top_logprobs))) if top_logprobs else ()
+        return Completion("", tokens, logprobs, logprobs, "length", self.version, tops)
 
     def report(self, request_id: str) -> Report | None:
         """How much of an ended request was remembered; once, then it is forgotten."""

@@ -32,7 +32,10 @@ class Passage(NamedTuple):
 def score(
     model: Model, passages: Sequence[Passage], temperature: float = 1.0, deterministic: bool = False
 ) -> list[list[float]]:
-    """Log-probs of each passage's judged tokens, under softmax(logits / temperature)."""
+    """Log-probs of each passage's judged tokens, under softmax(logits / temperature). UserError for a passage that the
+    model cannot read.
+    """
+    check(model, passages)
     read = _alone if deterministic else _batched
     out: list[list[float]] = [[] for _ in passages]
 
@@ -44,7 +47,7 @@ def score(
     return out
 
 
-def top(model: Model, passage: Passage, count: int) -> list[list[tuple[int, float]]]:
+def likeliest(model: Model, passage: Passage, count: int) -> list[list[tuple[int, float]]]:
     """The `count` most likely tokens, likeliest first, with their log-probs, in place of each judged token."""
     out: list[list[tuple[int, float]]] = []
 
@@ -70,6 +73,16 @@ def tempered(logits_NW: Tensor, temperature: float) -> Tensor:
     """Log-probs, by the very steps that the sampler takes: before the temperature, then after it."""
     raw_NW = logits_NW.float().log_softmax(-1)
     return raw_NW if temperature == 1 else (raw_NW / temperature).log_softmax(-1)
+
+
+def check(model: Model, passages: Sequence[Passage]) -> None:
+    """UserError for more tokens than the model has positions, or one outside its vocabulary."""
+    longest, size = model.config.max_position, model.config.vocab_size
+    for tokens, _ in passages:
+        if not 0 < len(tokens) <= longest:
+            raise UserError(f"a passage of {len(tokens)} tokens: the model reads 1 to {longest}")
+        if not 0 <= min(tokens) <= max(tokens) < size:
+            raise UserError(f"a passage with tokens {min(tokens)} to {max(tokens)}: the model's vocabulary has {size}")
 
 
 # --------------------------------------------------------------------- reading
@@ -100,10 +113,8 @@ def _alone(model: Model, passages: Sequence[Passage], judge: Judge) -> None:
 
 def _hidden(model: Model, passages: Sequence[Passage]) -> Iterator[tuple[int, Tensor]]:
     """(passage, hidden [n, D] that predicts its judged tokens), shortest passages first."""
-    device, longest = model.embed_tokens.weight.device, model.config.max_position
+    device = model.embed_tokens.weight.device
     for batch in _batches(passages):
-        if len(passages[batch[-1]].tokens) > longest:
-            raise UserError(f"a passage of {len(passages[batch[-1]].tokens)} tokens: the model reads at most {longest}")
         rows = [torch.tensor(passages[i].tokens, device=device) for i in batch]
         hidden_BTD = model(pad_sequence(rows, batch_first=True))
         for b, i in enumerate(batch):

@@ -86,8 +86,13 @@ async def model(model_id: str, request: Request) -> dict[str, Any]:
 
 
 async def completions(body: CompletionBody, request: Request) -> Response:
-    """Continue text or token ids, as OpenAI's /v1/completions."""
-    return await _answer(request, body.ask(), CompletionReply, "cmpl")
+    """Continue text or token ids, as OpenAI's /v1/completions, or score them."""
+    ask = body.ask()
+    if not ask.scored:
+        return await _answer(request, ask, CompletionReply, "cmpl")
+    service: Service = request.app.state.service
+    head, written, usage = await service.score(ask, "cmpl", request.url.path)
+    return JSONResponse(CompletionReply(ask, head).whole(written, usage))
 
 
 async def chat_completions(body: ChatBody, request: Request) -> Response:

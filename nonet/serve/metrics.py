@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from nonet.serve.answering import Answering
+from nonet.wire.ask import Usage
 
 _FIRST = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _EACH = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
@@ -40,6 +41,11 @@ class Metrics:
                 self._first.observe(inbox.started_at - began)
                 if choice.tokens > 1:
                     self._each.observe(((ended or time.monotonic()) - inbox.started_at) / (choice.tokens - 1))
+
+    def scored(self, route: str, usage: Usage) -> None:
+        """Count a request for the log-probs of its own prompts."""
+        self.requests.labels(route, "scored").inc()
+        self._tokens.labels("prompt").inc(usage.prompt)
 
     def refused(self, route: str, status: int) -> None:
         self.requests.labels(route, f"refused_{status}").inc()

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 from nonet.chat import CallReader, CallSyntax, Prompt, Tokenizer, prompt
@@ -18,8 +19,8 @@ from nonet.serve.choice import Choice
 from nonet.serve.limits import Limits
 from nonet.serve.metrics import Metrics
 from nonet.serve.worker import Worker
-from nonet.types import Request
-from nonet.wire.ask import Ask, Head, Refusal
+from nonet.types import Completion, Request
+from nonet.wire.ask import Ask, Head, Refusal, Usage, Written
 
 RETRY_AFTER_S = 1
 
@@ -29,6 +30,13 @@ class Measured(Protocol):
     """A generator that counts; names ending in _total only grow."""
 
     def figures(self) -> dict[str, float]: ...
+
+
+@runtime_checkable
+class Scoring(Protocol):
+    """A generator that can tell the log-probs of given tokens (see Engine.score)."""
+
+    def score(self, tokens: tuple[int, ...], top_logprobs: int = 0) -> Completion: ...
 
 
 class Service:
@@ -122,6 +130,31 @@ class Service:
             raise
         return answering
 
+    async def score(self, ask: Ask, kind: str, route: str) -> tuple[Head, list[Written], Usage]:
+        """The prompts of an Ask that is `scored`, one after another between steps of the generator."""
+        generator, waiting = self._generator, len(ask.prompts)
+        if not isinstance(generator, Scoring):
+            raise Refusal("echo: this server cannot score a prompt; leave out logprobs", param="echo")
+        self._admit(ask, waiting)
+        self._rendering += waiting
+        try:
+            loop, top = asyncio.get_running_loop(), ask.top_logprobs or 0
+            prompts = await loop.run_in_executor(self._text_thread, self._prompts, ask, "")
+            told = [await self._worker.call(partial(generator.score, p.tokens, top)) for p in prompts]
+        finally:
+            self._rendering -= waiting
+        ids = tuple(p.tokens for p in prompts)
+        version = f"nonet-v{told[0].policy_version}"
+        head, usage = Head(f"{kind}-{uuid.uuid4().hex}", self.name, int(time.time()), version, ids), _read_only(ids)
+        self.metrics.scored(route, usage)
+        return head, [self._spoken(t) for t in told], usage
+
+    def _spoken(self, told: Completion) -> Written:
+        """Given tokens as text, stop ids among them; nothing precedes the first."""
+        written = Choice(self._decoder.decode, ()).feed(told)
+        first, *rest = written.tokens
+        return replace(written, tokens=(replace(first, logprob=None), *rest))
+
     def end(self, answering: Answering, route: str, began: float) -> None:
         self._answerings.discard(answering)
         answering.free()
@@ -197,6 +230,10 @@ class Service:
         echo = self._decoder.decode(made.tokens) if ask.echo else ""
         ends = self._decoder.stop_ids
         return Choice(self._decoder.decode, ends, ask.stop_texts, reader, opening, ask.one_call, echo)
+
+
+def _read_only(prompts: Sequence[tuple[int, ...]]) -> Usage:
+    return Usage(sum(map(len, prompts)), 0, 0)
 
 
 def _going_down() -> Refusal:

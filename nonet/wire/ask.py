@@ -40,6 +40,7 @@ class Ask:
     one_call     the answer ends after its first tool call
     token_ids    token ids are told beside the text
     echo         the answer begins with the prompt
+    scored       the answer is the prompts themselves, with their log-probs; nothing is written
     """
 
     model: str | None
@@ -57,6 +58,7 @@ class Ask:
     one_call: bool = False
     token_ids: bool = False
     echo: bool = False
+    scored: bool = False
     stream: bool = False
     usage_event: bool = False
 
@@ -64,13 +66,13 @@ class Ask:
 @dataclass(frozen=True, slots=True)
 class Token:
     """One token of an answer. offset: characters of the answer before it; drawn: its log-prob under the distribution it
-    was drawn from; logprob and top ((text, log-prob) pairs): under the model's own.
+    was drawn from; logprob and top ((text, log-prob) pairs): under the model's own. logprob None: nothing precedes it.
     """
 
     id: int
     text: str
     offset: int
-    logprob: float
+    logprob: float | None
     drawn: float
     top: tuple[tuple[str, float], ...] = ()
 

@@ -17,19 +17,22 @@ Several = Annotated[list[str | Ids], Field(min_length=1)]
 
 
 class CompletionBody(Body):
-    """prompt: text, token ids, or a list of either."""
+    """prompt: text, token ids, or a list of either. max_tokens 0, with echo and logprobs: score the prompt."""
 
     prompt: str | Ids | Several
+    max_tokens: int | None = Field(None, ge=0)
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)
     best_of: Literal[1] | None = None
     suffix: Literal[""] | None = None
 
     def ask(self) -> Ask:
-        if self.echo and self.logprobs is not None:
+        scored = self.echo and self.logprobs is not None
+        if scored != (self.max_tokens == 0) or (scored and (self.n > 1 or self.stream)):
             raise Refusal(
-                "logprobs: not together with echo, for log-probs of the prompt are not computed; leave out one of them",
-                param="logprobs",
+                "max_tokens: 0 scores the prompt, which takes echo and logprobs, max_tokens = 0, n = 1 and no stream; "
+                "for an answer, ask for at least 1 token and leave out echo or logprobs",
+                param="max_tokens",
             )
         prompts = [self.prompt] if isinstance(self.prompt, str) or isinstance(self.prompt[0], int) else self.prompt
         return Ask(
@@ -38,6 +41,7 @@ class CompletionBody(Body):
             max_tokens=self.max_tokens or _MAX_TOKENS,
             top_logprobs=self.logprobs,
             echo=self.echo,
+            scored=scored,
         )
 
 
@@ -77,6 +81,7 @@ def _logprobs(written: Written) -> dict[str, Any]:
     return {
         "tokens": [t.text for t in written.tokens],
         "token_logprobs": [t.logprob for t in written.tokens],
-        "top_logprobs": [dict(reversed(t.top)) for t in written.tokens],  # of equal texts the likelier one is told
+        # Of equal texts the likelier one is told.
+        "top_logprobs": [None if t.logprob is None else dict(reversed(t.top)) for t in written.tokens],
         "text_offset": [t.offset for t in written.tokens],
     }

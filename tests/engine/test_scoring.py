@@ -7,7 +7,7 @@ import tiny
 import torch
 
 from nonet.engine import Engine, scoring
-from nonet.engine.scoring import Passage, features, score, top
+from nonet.engine.scoring import Passage, features, likeliest, score
 from nonet.types import Request, Sampling, UserError
 
 
@@ -65,7 +65,7 @@ def test_features_and_head_make_the_logits():
 
 def test_top_lists_the_likeliest_first():
     model, (p,) = tiny.model(), passages(9)
-    found = top(model, p, 3)
+    found = likeliest(model, p, 3)
     assert [len(t) for t in found] == [3] * 7
     with torch.no_grad():
         logp = model.logits(model(torch.tensor([p.tokens])))[0].log_softmax(-1)
@@ -77,5 +77,25 @@ def test_top_lists_the_likeliest_first():
 
 def test_more_tokens_than_the_model_has_positions_are_refused():
     model = tiny.model("gqa", max_position=16)
-    with pytest.raises(UserError, match="a passage of 17 tokens: the model reads at most 16"):
+    with pytest.raises(UserError, match="a passage of 17 tokens: the model reads 1 to 16"):
         score(model, passages(17))
+
+
+def test_tokens_outside_the_vocabulary_are_refused():
+    with pytest.raises(UserError, match="a passage with tokens 3 to 61: the model's vocabulary has 61"):
+        score(tiny.model(), [Passage((3, 61), 1)])
+
+
+def test_the_engine_scores_beside_its_requests_and_remembers_nothing():
+    model = tiny.model("hybrid")
+    engine = Engine(model)
+    engine.submit(Request("a", tuple(tiny.tokens(9).tolist()), 12))
+    before = engine.step()
+    tokens = tuple(tiny.tokens(20, seed=3).tolist())
+    told = engine.score(tokens, 2)
+    assert told.tokens == tokens and told.finish_reason == "length" and told.logprobs[0] == 0
+    assert list(told.logprobs[1:]) == score(model, [Passage(tokens, 1)])[0]
+    assert [len(t) for t in told.top_logprobs] == [0, *[2] * 19]
+    alone = Engine(model)
+    alone.submit(Request("a", tuple(tiny.tokens(9).tolist()), 12))
+    assert before + engine.run() == alone.run()
