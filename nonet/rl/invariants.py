@@ -124,6 +124,14 @@ def check_finite(batch: PackedBatch, index_N: Tensor, loss: Tensor, log_ratio_N:
     )
 
 
+def check_norm(norm: float, names: Sequence[str]) -> None:
+    """After the update, which has spoiled the weights in memory: nobody saves them."""
+    if not math.isfinite(norm):
+        raise InvariantError(
+            f"{names[0]} and {len(names) - 1} more: the gradient's norm is {norm}; its loss was finite"
+        )
+
+
 def place(batch: PackedBatch, at: int) -> str:
     """Sample, index in its row and id of the token at flat index `at`."""
     row = int(torch.searchsorted(torch.tensor(batch.starts), at, right=True)) - 1

@@ -18,7 +18,7 @@ from nonet.model.optimizer import Optimizer, head_counts
 from nonet.rl.ages import Ages
 from nonet.rl.batch import PackedBatch, Padded, micro_batches
 from nonet.rl.config import RLConfig
-from nonet.rl.invariants import InvariantError, check_columns, check_count, check_finite, check_ratio
+from nonet.rl.invariants import InvariantError, check_columns, check_count, check_finite, check_norm, check_ratio
 from nonet.rl.objective import Objective, Tokens
 
 __all__ = ["InvariantError", "Learner"]
@@ -66,13 +66,15 @@ class Learner:
                 moe = self.model.config.moe is not None
                 check_ratio(batch, index_N, log_ratio_N, self.version, self.config.check_ratio, moe)
             loss = self.objective(tokens) / denominator
-            check_finite(batch, index_N, loss, log_ratio_N)
+            check_finite(batch, index_N, loss.detach(), log_ratio_N)
             loss.backward()
             counted += len(index_N)
             stats.add(loss, tokens, self.objective.clipped(tokens), self.version - batch.version_T[index_N])
         check_count(counted, batch.trained_in(rows), [batch.names[r] for r in rows])
         stats.lr = self._lr()
-        stats.grad_norm += self.optimizer.step(stats.lr, self.config.grad_clip)
+        norm = self.optimizer.step(stats.lr, self.config.grad_clip)
+        check_norm(norm, [batch.names[r] for r in rows])
+        stats.grad_norm += norm
         stats.updates += 1
 
     def _tokens(self, batch: PackedBatch, part: Padded, proximal_T: Tensor | None) -> Tokens:

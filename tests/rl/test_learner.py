@@ -4,69 +4,27 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any
 
 import made
 import pytest
 import tiny
 import torch
 from torch import Tensor
+from updates import ONE, assert_same, gradient, scored
 
 from nonet.engine import Engine
 from nonet.model import Model
 from nonet.rl.batch import PackedBatch, Scored, pack
 from nonet.rl.config import RLConfig
-from nonet.rl.learner import InvariantError, Learner
+from nonet.rl.invariants import InvariantError
+from nonet.rl.learner import Learner, scores
 from nonet.rl.objective import K25
 from nonet.types import Request, Sampling, Segment, Trajectory
-
-ONE: dict[str, Any] = dict(minibatches=1, warmup=0, lr=1e-2, check_ratio=1e9)
-SHAPES = [
-    [("prompt", 3), ("policy", 4)],
-    [("prompt", 5), ("policy", 9), ("tool", 4), ("policy", 2)],
-    [("prompt", 1), ("policy", 1)],
-    [("prompt", 2), ("policy", 3), ("tool", 8), ("policy", 12)],
-]
 
 
 @pytest.fixture(scope="module")
 def m() -> Model:
     return tiny.model(mtp_layers=1)
-
-
-def scored(m: Model, n: int = 8, drift: float = 0.0) -> list[Scored]:
-    """n attempts of different shapes, written by m; drift moves the recorded log-probs away from what m says now."""
-    noise = torch.Generator().manual_seed(0)
-    out = []
-    for i in range(n):
-        t = made.written_by(m, made.trajectory(i // 4, i % 4, SHAPES[i % 4]))
-        for j, s in enumerate(t.segments):
-            if s.author == "policy" and drift:
-                moved = [x + drift * float(torch.randn((), generator=noise)) for x in s.logprobs]
-                t.segments[j] = Segment("policy", s.tokens, tuple(moved), s.raw_logprobs, s.policy_version)
-        out.append(Scored.uniform(t, (-1.0) ** i * (0.5 + i / 10)))
-    return out
-
-
-def gradient(m: Model, batch: PackedBatch, **over) -> tuple[dict[str, Tensor], dict]:
-    """Gradients by name that one minibatch over the batch arrives at, and the step's statistics."""
-    learner = Learner(copy.deepcopy(m), RLConfig(**{**ONE, **over}))
-    found: dict[str, Tensor] = {}
-
-    def capture(lr: float, grad_clip: float) -> float:
-        found.update({n: p.grad.clone() for n, p in learner.model.named_parameters() if p.grad is not None})
-        return 0.0
-
-    learner.optimizer.step = capture
-    return found, learner.step(batch)
-
-
-def assert_same(a: dict[str, Tensor], b: dict[str, Tensor], rtol: float = 1e-4) -> None:
-    assert a.keys() == b.keys()
-    scale = max(float(g.abs().max()) for g in a.values())
-    assert scale > 0
-    for name in a:
-        torch.testing.assert_close(a[name], b[name], rtol=rtol, atol=rtol * scale * 1e-2)
 
 
 # --------------------------------------------------------------------- ratios on equal weights
@@ -208,6 +166,32 @@ def test_the_gradient_is_that_of_a_plain_double_loop(m):
     (loss / count).backward()
     expected = {n: p.grad.float() for n, p in wide.named_parameters() if p.grad is not None}
     assert_same(gradient(m, pack(attempts), temperature=0.8, k25=K25(tau=0.2))[0], expected, rtol=1e-3)
+
+
+# ------------------------------------------------------------------------------- pad, EOS, versions
+
+
+def test_masks_come_from_segments_whatever_the_ids(m):
+    """trl#6357, #2708, #4970, #7039: pad == eos, two EOS ids, an EOS inside the prompt: the ids decide nothing."""
+    eos, other, pad = 0, 7, 0  # rows are padded with 0
+
+    def row(sample: int, prompt: tuple[int, ...], answer: tuple[int, ...]) -> Scored:
+        blank = (0.0,) * len(answer)
+        t = Trajectory("t", 0, sample, [Segment("prompt", prompt), Segment("policy", answer, blank, blank, 0)])
+        return Scored.uniform(made.written_by(m, t), 1.0)
+
+    rows = [row(0, (eos, 5, pad), (9, 4, eos)), row(1, (3, other, 5), (other,)), row(2, (2,), (eos, 8, pad, 8, other))]
+    batch = pack(rows)
+    assert batch.tokens_T[batch.mask_T].tolist() == [9, 4, 0, 7, 0, 8, 0, 8, 7]  # each sampled EOS is trained
+    learner = Learner(copy.deepcopy(m), RLConfig(minibatches=1, check_ratio=1e-4))  # and at the log-prob it was drawn
+    assert learner.step(batch)["trained_tokens"] == 9
+
+
+def test_what_the_padding_holds_does_not_matter(m):
+    part = pack(scored(m)).padded(range(8))
+    before, _ = scores(m, part, 1.0)
+    part.tokens_BT[part.index_BT < 0] = 7
+    assert torch.equal(before, scores(m, part, 1.0)[0])
 
 
 # ------------------------------------------------------------------------------- steps
