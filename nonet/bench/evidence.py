@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 import time
@@ -60,13 +61,13 @@ def main(arguments: list[str]) -> int:
 # ------------------------------------------------------------------------------ kinds of lines
 
 
-def run(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **environment})
 
 
 def tests(*arguments: str) -> tuple[dict[str, Any], bool]:
-    """pytest with these arguments: its closing line, and whether all passed."""
-    done = run(sys.executable, "-m", "pytest", *arguments)
+    """pytest with these arguments, every random program: its closing line, and whether all passed."""
+    done = run(sys.executable, "-m", "pytest", *arguments, NONET_PROGRAMS="all")
     closing = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else "no output"
     return {"pytest " + " ".join(arguments): closing}, done.returncode == 0
 

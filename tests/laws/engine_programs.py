@@ -1,9 +1,12 @@
 """Random programs against an engine: submit, branch, extend, pause, resume, abort, new weights, in a memory too small
 for comfort. A program is a pure function of its seed and of what the engine answers.
+
+`make test` runs a quarter of them; `make evidence NAME=engine` and NONET_PROGRAMS=all run all.
 """
 
 from __future__ import annotations
 
+import os
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -37,7 +40,13 @@ MODELS = {
     "kimi_linear": ("kimi_linear", EXACT),
     "hybrid with mtp": ("hybrid", {**TWO, "mtp_layers": 1}),
 }
+SHARE = 1 if os.environ.get("NONET_PROGRAMS") == "all" else 4
 TIGHT = dict(pages=10, chunk=24, max_batch=4, snapshots=5, cache_bytes=1 << 14)
+
+
+def seeds(first: int, count: int) -> range:
+    """Of `count` programs from `first` on, those that are run."""
+    return range(first, first + count, SHARE)
 
 
 @dataclass
