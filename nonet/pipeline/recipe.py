@@ -15,6 +15,7 @@ from nonet.lm.trainer import LMConfig
 from nonet.model import hf
 from nonet.model.config import ModelConfig
 from nonet.rl.config import RLConfig
+from nonet.rl.distill import DistillConfig
 from nonet.types import EFFORTS, UserError
 
 
@@ -87,6 +88,7 @@ class Recipe(Config):
     tasks: TasksTable = Field(default_factory=TasksTable)
     cold: LMConfig | None = None  # absent: no cold start
     rl: RLConfig = Field(default_factory=RLConfig)
+    distill: DistillConfig = Field(default_factory=DistillConfig)
     eval: EvalTable = Field(default_factory=EvalTable)
     draft: OwnDraftTable = Field(default_factory=OwnDraftTable)
     data: DataTable = Field(default_factory=DataTable)

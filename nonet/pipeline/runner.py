@@ -65,17 +65,19 @@ def start_over(run: Run, stage: str) -> None:
 
 
 def print_table(run: Run) -> None:
-    """Held-out reward before and after RL per domain and mode, then the draft's acceptance, from the run's events."""
+    """Held-out reward before and after training per domain and mode, then the draft's acceptance, from the run's
+    events.
+    """
     evals = {(e["domain"], e["mode"], e["stage"]): e for e in run.events("eval")}
     table = Table(title="held-out reward, 95% intervals")
-    for column in ("domain", "mode", "prompts", "before RL", "after RL", "gain"):
+    for column in ("domain", "mode", "prompts", "before", "after", "stage", "gain"):
         table.add_column(column)
     for g in run.events("gain"):
-        before, after = (evals[g["domain"], g["mode"], s] for s in ("eval-cold", "eval-rl"))
+        before, after = (evals[g["domain"], g["mode"], s] for s in ("eval-cold", g["stage"]))
         spread = [f"{e['reward']:.3f} [{e['low']:.3f}, {e['high']:.3f}]" for e in (before, after)]
-        table.add_row(
-            g["domain"], g["mode"], str(g["n"]), *spread, f"{g['gain']:+.3f} [{g['low']:+.3f}, {g['high']:+.3f}]"
-        )
+        trained = g["stage"].removeprefix("eval-")
+        gain = f"{g['gain']:+.3f} [{g['low']:+.3f}, {g['high']:+.3f}]"
+        table.add_row(g["domain"], g["mode"], str(g["n"]), *spread, trained, gain)
     console = Console(width=120)
     for shown in (table, draft_table(run)):
         if shown.row_count:

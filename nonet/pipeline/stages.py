@@ -83,7 +83,7 @@ def cold(c: Context) -> None:
     model = start_model(c)
     if c.recipe.cold is not None:
         train_lm(model, demonstration_rows(c.everything()), c.recipe.cold, c.run, "cold")
-    _export(c, model, "cold")
+    export(c, model, "cold")
 
 
 def start_model(c: Context) -> Model:
@@ -92,7 +92,7 @@ def start_model(c: Context) -> Model:
     return initialise(Model(c.recipe.model_config_for(c.tokenizer.vocab_size)), c.recipe.run.seed)
 
 
-def _export(c: Context, model: Model, name: str) -> None:
+def export(c: Context, model: Model, name: str) -> None:
     hf.save(model, c.models(name))
     hf.copy_tokenizer(c.models("start"), c.models(name))
 
@@ -120,18 +120,25 @@ def eval_cold(c: Context) -> None:
 def rl(c: Context) -> None:
     model = hf.load(c.models("cold"))
     Loop(model, c.everything(), c.recipe.rl, c.run, c.recipe.run.seed).fit()
-    _export(c, model, "rl")
+    export(c, model, "rl")
 
 
 def eval_rl(c: Context) -> None:
-    _evaluate(c, "rl")
+    evaluate_after(c, "rl")
+
+
+def evaluate_after(c: Context, name: str) -> None:
+    """Held-out reward of models/NAME, and its gains over the cold start, paired by prompt."""
+    _evaluate(c, name)
     for domain in c.recipe.tasks.sources:
         for mode in MODES:
             before, after = (
-                json.loads((c.run.path / "evals" / f"{n}-{domain}-{mode}.json").read_text()) for n in ("cold", "rl")
+                json.loads((c.run.path / "evals" / f"{n}-{domain}-{mode}.json").read_text()) for n in ("cold", name)
             )
             e = gain(before, after)
-            c.run.event("gain", domain=domain, mode=mode, n=e.n, gain=e.mean, low=e.low, high=e.high)
+            c.run.event(
+                "gain", stage=f"eval-{name}", domain=domain, mode=mode, n=e.n, gain=e.mean, low=e.low, high=e.high
+            )
 
 
 def sample(c: Context) -> None:
@@ -164,7 +171,8 @@ STAGES: tuple[tuple[str, Callable[[Context], None]], ...] = (
 # Training stages continue from a checkpoint instead and drop only what came after it.
 EVENTS: dict[str, tuple[tuple[str, str | None], ...]] = {
     "eval-cold": (("eval", "eval-cold"),),
-    "eval-rl": (("eval", "eval-rl"), ("gain", None)),
+    "eval-rl": (("eval", "eval-rl"), ("gain", "eval-rl")),
+    "eval-distill": (("eval", "eval-distill"), ("gain", "eval-distill")),
     "draft": (("draft_measured", "draft"),),
     "sample": (("sample", None),),
 }

@@ -12,9 +12,9 @@ truncated       its budget ended it: scored as it stands and trained; with drop_
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
 
 from nonet.rl.batch import Scored
 from nonet.rl.config import RLConfig
@@ -25,6 +25,11 @@ Rewarded = tuple[Trajectory, float]
 
 
 class Credit(Protocol):
+    @property
+    def figures(self) -> Mapping[str, Any]:
+        """What the last call found out, for the rl_step event."""
+        ...
+
     def __call__(self, groups: Sequence[list[Trajectory]]) -> list[Scored]:
         """What is trained of complete groups."""
         ...
@@ -38,6 +43,7 @@ class GroupMean:
     drop_dead: bool = True
     drop_truncated: bool = False
     failed_reward: float | None = None
+    figures: ClassVar[Mapping[str, Any]] = {}
 
     @staticmethod
     def of(config: RLConfig) -> GroupMean:

@@ -20,7 +20,7 @@ from torch import Tensor
 from nonet.chat import Tokenizer
 from nonet.engine.scoring import Passage, features, score
 from nonet.harness.episode import opening, prompt_ids
-from nonet.model import Model, hf
+from nonet.model import Model, hf, peft
 from nonet.rl.setting import Setting
 from nonet.sandbox import TOOLS
 from nonet.types import Task, Trajectory, UserError
@@ -57,24 +57,30 @@ class Seat:
 
 
 class LocalTeacher:
-    """A model directory on this machine. deterministic: as the engine's, every token alone."""
+    """A model directory here, or a PEFT directory whose base is one (`base`). deterministic: as the engine's,
+    every token alone.
+    """
 
     def __init__(self, directory: Path | str, seat: Seat, dtype: str = "float32", deterministic: bool = False):
         self.where, self.seat, self.deterministic = str(directory), seat, deterministic
         self.dtype: torch.dtype = getattr(torch, dtype)
+        self.base = peft.base_of(directory) if peft.is_adapter(directory) else Path(directory)
 
     @property
     def model(self) -> Model:
         return self.seat.take(self.where, self._load)
 
     def _load(self) -> Model:
-        return hf.load(self.where, self.dtype).requires_grad_(False)
+        model = hf.load(self.base, self.dtype)
+        if peft.is_adapter(self.where):
+            peft.merge(model, self.where)
+        return model.requires_grad_(False)
 
     def logprobs(self, passages: Sequence[Passage], temperature: float) -> list[list[float]]:
         return score(self.model, passages, temperature, self.deterministic)
 
     def require_vocabulary(self, student: Tokenizer, who: str) -> None:
-        require_same_vocabulary(student, Tokenizer(self.where), f"{who} = {self.where}")
+        require_same_vocabulary(student, Tokenizer(self.base), f"{who} = {self.where}")
 
     def features(self, passages: Sequence[Passage]) -> tuple[list[Tensor], Tensor]:
         """([n, D] of each passage, head [W, D]): their products are the logits of the judged tokens."""

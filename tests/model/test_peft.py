@@ -93,7 +93,7 @@ def test_an_adapter_of_another_model_is_refused_by_tensor(base, tmp_path):
     weights = load_file(tmp_path / WEIGHTS)
     first, *_ = sorted(n for n in weights if "lora_A" in n)
     for changed, told in (
-        ({first.replace("layers.0", "layers.7"): weights[first]}, "the model has no such layer"),
+        ({first.replace("layers.0", "layers.7"): weights[first].clone()}, "the model has no such layer"),
         ({first: weights[first][:, :-1].contiguous()}, r"makes \[\d+, \d+\], and the model's is"),
         (
             {first.replace("lora_A", "lora_B"): None},
