@@ -24,7 +24,7 @@ from nonet.rl.advantage import Credit, GroupMean, is_dead, rewarded
 from nonet.rl.batch import pack
 from nonet.rl.config import RLConfig
 from nonet.rl.learner import Learner
-from nonet.rl.monitor import ResumeCost, counts, staleness
+from nonet.rl.monitor import EngineCost, counts, staleness
 from nonet.rl.objective import Objective
 from nonet.rl.park import ParkStore
 from nonet.rl.pool import Pool, Rules
@@ -41,7 +41,7 @@ STEP_EVENTS = ("rl_step", "trained", "dropped")  # undone with the steps after a
 class Loop:
     """score: judges what has ended (None: the rewards of the setting). on_step: called with the number of steps done
     before each iteration, so that what it sets is again a function of what a checkpoint holds. credit, objective: what
-    is trained, and how; None: the group mean and the objective that config names.
+    is trained, and how; None: the group mean and the objective that config names. engine: over this very model.
     """
 
     def __init__(
@@ -56,9 +56,10 @@ class Loop:
         on_step: Callable[[int], None] | None = None,
         credit: Credit | None = None,
         objective: Objective | None = None,
+        engine: Engine | None = None,
     ):
         self.setting, self.config, self.run, self.seed, self.on_step = setting, config, run, seed, on_step
-        self.engine = Engine(model, config.max_batch, config.deterministic)
+        self.engine = engine or Engine(model, config.max_batch, config.deterministic)
         self.learner = Learner(model, config, objective)
         self.credit = credit or GroupMean.of(config)
         self.pool = Pool(config.groups, config.samples, rules(config))
@@ -88,24 +89,27 @@ class Loop:
 
     def iterate(self) -> dict[str, Any]:
         """Rollout until a fraction has ended, train on what is complete, move the engine to the new weights."""
-        began, cost, version = time.time(), ResumeCost(self.engine), self.learner.version
         if self.on_step is not None:
             self.on_step(self.step)
+        began, cpu_began = time.time(), time.process_time()
+        cost, version = EngineCost(self.engine), self.learner.version
         given_up, active, ended = self._roll(version)
         groups = self._release(version)
         rolled = time.time()
         scored = self.credit(groups)
         learned = self.learner.step(pack(scored, self.config.max_tokens))
-        resumed = cost.figures()
+        engine_did = cost.figures()
         self.engine.load(self.learner.version, on_resume=self.config.on_resume)
         self.step += 1
         trained = [s.trajectory for s in scored]
         closed = given_up + [t for t in active if t.status in ("done", "failed")]
         metrics = {
-            **summary(groups, self.setting), **learned, **staleness(trained, version), **resumed,
+            **summary(groups, self.setting),
+            **learned, **staleness(trained, version), **engine_did,
             "groups": len(groups), "active": len(active), "finished": ended, "parked": self.pool.parked,
             "given_up": len(given_up), "sampled": counts(closed, self.setting),
             "trained": counts(trained, self.setting), "rollout_s": rolled - began, "update_s": time.time() - rolled,
+            "cpu_s": time.process_time() - cpu_began,
         }  # fmt: skip
         self.run.event("rl_step", step=self.step, version=self.learner.version, **metrics)
         self.run.event("trained", step=self.step, groups=[g[0].group for g in groups])

@@ -34,23 +34,23 @@ def staleness(trained: Sequence[Trajectory], version: int) -> dict[str, float]:
     return {"age_mean": sum(ages) / max(1, len(ages)), "age_max": max(ages, default=0)}
 
 
-class ResumeCost:
-    """Prompt tokens of an iteration's requests, how many of them were remembered, and how far the log-probs that rest
-    on memory of older weights are from fresh ones (`on_resume = "reuse"`; over the first few rows).
+class EngineCost:
+    """What the engine did in an iteration: decode steps, prompt tokens computed and remembered, and how far log-probs
+    that rest on memory of older weights are from fresh ones (`on_resume = "reuse"`; over the first few rows).
     """
 
     def __init__(self, engine: Engine):
         self.engine = engine
-        self._before = self._tokens()
+        self._before = self._counts()
 
     def figures(self) -> dict[str, float]:
-        prompt, cached = (now - then for now, then in zip(self._tokens(), self._before, strict=True))
+        steps, prompt, cached = (now - then for now, then in zip(self._counts(), self._before, strict=True))
         measured = self.engine.figures()
         return {
-            "prefilled": prompt - cached, "cached": cached,
+            "decode_steps": steps, "prefilled": prompt - cached, "cached": cached,
             **{name: measured[name] for name in ("mismatch_rows", "mismatch_max", "mismatch_mean")},
         }  # fmt: skip
 
-    def _tokens(self) -> tuple[int, int]:
+    def _counts(self) -> tuple[int, int, int]:
         totals = self.engine.accounts.totals
-        return totals["tokens_prompt_total"], totals["tokens_cached_total"]
+        return totals["decode_steps_total"], totals["tokens_prompt_total"], totals["tokens_cached_total"]
