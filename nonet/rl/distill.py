@@ -87,7 +87,7 @@ class Experts:
 
     # ------------------------------------------------------------- pre-flight
 
-    def require_vocabularies(self, student: Tokenizer) -> None:
+    def require(self, student: Tokenizer) -> None:
         """UserError, naming the expert, unless all read the ids that the student writes."""
         for cell, teacher in self.teachers.items():
             teacher.require_vocabulary(student, f"expert {':'.join(cell)}")

@@ -152,11 +152,10 @@ class OPD:
         return out
 
 
-def distilling(model: Model, setting: Setting, config: DistillConfig, rl: RLConfig, run: Run, seed: int = 0) -> Loop:
-    """The RL loop with this credit, once all experts have been found to read what the student writes."""
-    experts = Experts.open(config, rl.deterministic)
-    experts.require_vocabularies(setting.tokenizer)
-    experts.shares(setting)
+def distilling(
+    model: Model, setting: Setting, config: DistillConfig, experts: Experts, rl: RLConfig, run: Run, seed: int = 0
+) -> Loop:
+    """The RL loop with this credit. That the experts read what the student writes is for `Experts.require` to say."""
     loop = Loop(model, setting, rl, run, seed, objective=config.objective)
     loop.credit = OPD(config, experts, setting, loop.learner)
     return loop

@@ -18,7 +18,7 @@ from nonet.model import Model
 from nonet.rl import Loop, RLConfig
 from nonet.rl.advantage import Credit
 from nonet.rl.batch import Scored
-from nonet.rl.distill import DistillConfig
+from nonet.rl.distill import DistillConfig, Experts
 from nonet.rl.opd import distilling
 from nonet.run import Run
 from nonet.types import HarnessSpec, Trajectory
@@ -36,7 +36,7 @@ def taught_by_itself(
     distill = DistillConfig.model_validate({"experts": experts, **over.pop("distill", {})})
     # Without the regulariser, whose gradient is not exactly zero where learner and sampler round differently.
     rl = RLConfig.model_validate({**RL, "lr": 1e-2, "k25": {"tau": 0.0}, **over})
-    return distilling(policy, setting, distill, rl, Run(out))
+    return distilling(policy, setting, distill, Experts.open(distill, rl.deterministic), rl, Run(out))
 
 
 class Watched:
