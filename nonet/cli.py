@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from nonet.cli_distill import app as distill
+from nonet.cli_distill import distill
 from nonet.cli_draft import app as draft
 from nonet.cli_runs import app as runs
 from nonet.types import UserError
@@ -22,7 +22,7 @@ app = typer.Typer(
     add_completion=False,
 )
 
-_ = app.add_typer(distill)
+_ = app.command()(distill)
 _ = app.add_typer(draft)
 _ = app.add_typer(runs)
 

@@ -9,10 +9,7 @@ import typer
 
 from nonet.types import UserError
 
-app = typer.Typer()
 
-
-@app.command()
 def distill(
     student: Annotated[Path, typer.Option(help="Model directory that learns, e.g. what the experts started from.")],
     tasks: Annotated[str, typer.Option(help="What it plays: general, agents, coding, gym:NAME, FILE.jsonl, ...")],

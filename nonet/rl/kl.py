@@ -15,6 +15,7 @@ k = 1 everything. Either form is at least 0, and 0 where p = q. The support is c
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar, Literal, NamedTuple, Protocol
 
@@ -39,7 +40,7 @@ class TeacherLogits(Protocol):
         ...
 
 
-class KL:
+class KL(ABC):
     """An Objective; blind to advantages and behaviour log-probs. Row by row, so that beside the student's logits of a
     micro-batch only one row's of the teacher exist.
     """
@@ -61,9 +62,9 @@ class KL:
         """None: every token is trained as it is."""
         return torch.zeros_like(tokens.row_N, dtype=torch.bool)
 
+    @abstractmethod
     def divergence(self, p_NW: Tensor, q_NW: Tensor) -> Tensor:
         """Log-probs of student and teacher -> KL_N."""
-        raise NotImplementedError
 
 
 class FullKL(KL):

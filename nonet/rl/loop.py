@@ -104,7 +104,7 @@ class Loop:
         trained = [s.trajectory for s in scored]
         closed = given_up + [t for t in active if t.status in ("done", "failed")]
         metrics = {
-            **summary(groups, self.setting),
+            **summary(groups, self.setting), **self.credit.figures,
             **learned, **staleness(trained, version), **engine_did,
             "groups": len(groups), "active": len(active), "finished": ended, "parked": self.pool.parked,
             "given_up": len(given_up), "sampled": counts(closed, self.setting),
