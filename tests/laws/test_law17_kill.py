@@ -1,119 +1,80 @@
 """Law 17: kill -9 at any instant, resume: every sampled prompt is trained exactly once and the final weights are the
-uninterrupted run's. OpenRLHF#1322, NeMo-RL#3599, trl#7274, AReaL#1388."""
+uninterrupted run's. OpenRLHF#1322, NeMo-RL#3599, NeMo-RL#3480, trl#7274, trl#5863, AReaL#1388, vime#324.
+
+Three kills here; `nonet bench killed` does thirty.
+"""
 
 from __future__ import annotations
 
 import json
-import os
-import random
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import rl_job
-import torch
 
+from nonet.bench import killed as bench
+from nonet.bench.killed_worker import PHASES, job
 from nonet.rl import park
 from nonet.run import Run
+from nonet.types import UserError
 
-PATIENCE_S = 120
-
-
-@pytest.fixture(scope="module")
-def server(policy_directory, tmp_path_factory) -> Iterator[tuple[subprocess.Popen[str], Path]]:
-    """A process that starts the run again and again, and its run directory."""
-    out = tmp_path_factory.mktemp("killed")
-    paths = os.pathsep.join(str(Path(rl_job.__file__).parents[i]) for i in (1, 2))
-    process = subprocess.Popen(
-        [sys.executable, rl_job.__file__, str(policy_directory), str(out)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    yield process, out
-    process.stdin.close()
-    process.wait(PATIENCE_S)
+STEPS, KILLS = 14, 3
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(server, policy_directory, tmp_path_factory) -> Path:
+def uninterrupted(policy_directory, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("uninterrupted")
-    rl_job.job(policy_directory, out)
+    job(policy_directory, out, STEPS)
     return out
 
 
 @pytest.fixture(scope="module")
-def killed(server, uninterrupted) -> Path:
-    """The same run, killed three times at seeded moments and started again each time."""
-    process, out = server
-    rng = random.Random(20_260_801)
-    for least in sorted(rng.sample(range(2, rl_job.CONFIG.steps - 6), 3)):
-        pid = start(process)
-        deadline = time.monotonic() + PATIENCE_S
-        while last_step(out) < least:
-            assert not (out / "error.txt").exists(), (out / "error.txt").read_text()
-            assert time.monotonic() < deadline
-            time.sleep(0.003)
-        time.sleep(rng.uniform(0, 0.25))
-        os.kill(pid, signal.SIGKILL)
-        assert int(process.stdout.readline()) == -signal.SIGKILL
-        assert not (out / "final.pt").exists()
-    start(process)
-    assert int(process.stdout.readline()) == 0, (out / "error.txt").read_text()
+def killed(policy_directory, tmp_path_factory) -> Path:
+    """The same run, killed in generation, in parking and in an update, and started again each time."""
+    out = tmp_path_factory.mktemp("killed")
+    assert list(bench.killed(policy_directory, out, STEPS, KILLS)) == list(PHASES[:KILLS])
     return out
 
 
-def start(process: subprocess.Popen[str]) -> int:
-    """Start the run; returns the process id."""
-    process.stdin.write("go\n")
-    process.stdin.flush()
-    return int(process.stdout.readline())
+@pytest.mark.parametrize("what", ["weights_equal", "trained_equal", "figures_equal", "each_once"])
+def test_the_killed_run_is_the_uninterrupted_one(killed, uninterrupted, what):
+    assert bench.compared(killed, uninterrupted)[what]
 
 
-def last_step(out: Path) -> int:
-    """The last iteration in the events, read as another process may: the last line may be torn."""
-    file = out / "events.jsonl"
-    lines = file.read_text().split("\n")[:-1] if file.exists() else []
-    return max((e["step"] for e in map(json.loads, lines) if e["kind"] == "rl_step"), default=0)
+def test_every_iteration_is_there_once(killed):
+    assert [e["step"] for e in bench.figures(killed)] == list(range(1, STEPS + 1))
 
 
-def trained(out: Path) -> list[tuple[int, int]]:
-    return [(e["step"], g) for e in Run(out).events("trained") for g in e["groups"]]
-
-
-def test_every_group_is_trained_exactly_once_or_still_in_the_pool(killed):
-    groups = [g for _, g in trained(killed)]
-    (file,) = park.files(killed / "park")
-    parked = park.read(file)
-    assert len(groups) == len(set(groups))
-    assert sorted([*groups, *parked.held]) == list(range(parked.next_group))
-
-
-def test_the_same_groups_are_trained_in_the_same_iterations(killed, uninterrupted):
-    assert trained(killed) == trained(uninterrupted)
-
-
-def test_the_final_weights_are_those_of_the_uninterrupted_run(killed, uninterrupted, policy_directory):
-    one, other = (torch.load(d / "final.pt", weights_only=True) for d in (killed, uninterrupted))
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)
-
-
-def test_everything_measured_is_the_same_too(killed, uninterrupted):
-    """Rewards, losses, lengths, entropies of every iteration, each once; only clocks may differ."""
-
-    def measured(out: Path) -> Iterator[dict]:
-        for e in Run(out).events("rl_step"):
-            yield {k: v for k, v in e.items() if k != "t" and not k.endswith("_s")}
-
-    assert list(measured(killed)) == list(measured(uninterrupted))
-    assert [e["step"] for e in measured(killed)] == list(range(1, rl_job.CONFIG.steps + 1))
+def test_the_comparison_would_notice(killed, uninterrupted, policy_directory, tmp_path):
+    job(policy_directory, tmp_path, STEPS - 1)
+    same = bench.compared(tmp_path, uninterrupted)
+    assert (same["weights_equal"], same["trained_equal"], same["figures_equal"]) == (False, False, False)
+    assert same["each_once"]
 
 
 def test_the_run_under_test_parks_and_mixes_versions(uninterrupted):
     steps = list(Run(uninterrupted).events("rl_step"))
     assert max(e["parked"] for e in steps) > 0
     assert max(e["stale"] for e in steps) > 0
+
+
+def test_what_was_parked_is_on_disk_with_its_words_log_probs_and_sandbox(uninterrupted):
+    """No other trainer keeps the paused prefix itself: verl asks again from the prompt, SkyRL drops it."""
+    held = park.read(park.files(uninterrupted / "park")[-1]).held
+    waiting = [t for members in held.values() for t in members if t.status == "parked"]
+    assert any(t.policy_tokens for t in waiting)
+    for t in waiting:
+        for s in t.segments:
+            assert len(s.logprobs) == len(s.raw_logprobs) == (len(s.tokens) if s.author == "policy" else 0)
+    assert any(t.sandbox for t in waiting if t.task_id.startswith("agents."))
+
+
+def test_a_checkpoint_of_an_older_nonet_is_refused_in_one_sentence(killed, policy_directory):
+    (checkpoint,) = Run(killed).checkpoints("rl")
+    mark = checkpoint / "park.json"
+    kept = mark.read_text()
+    mark.unlink()
+    try:
+        with pytest.raises(UserError, match=r"no park\.json; an older Nonet wrote it"):
+            job(policy_directory, killed, STEPS)
+    finally:
+        mark.write_text(json.dumps(json.loads(kept)))
