@@ -34,7 +34,7 @@ def measure(work: Workload = Workload(), pairs: int = PAIRS) -> dict[str, Any]:
                     taken.append(pair)
                     bar(len(taken), f"{pair[1].seconds / pair[0].seconds:.2f}x")
             memory = us.stop()["peak_bytes"], them.stop()["peak_bytes"]
-            return {**figures(taken, *memory), **_facts(us, them, work), "versions": {"trl": them.facts["versions"]}}
+            return {**figures(taken, *memory), **facts(us, them, work), "versions": {"trl": them.facts["versions"]}}
 
 
 def peer_python(name: str) -> Path:
@@ -77,7 +77,7 @@ def figures(taken: list[tuple[Turn, Turn]], our_bytes: float, trl_bytes: float) 
     return out
 
 
-def _facts(us: Worker, them: Worker, work: Workload) -> dict[str, Any]:
+def facts(us: Worker, them: Worker, work: Workload) -> dict[str, Any]:
     for key in ("threads", "parameters"):
         if us.facts[key] != them.facts[key]:
             raise AssertionError(f"{key}: ours {us.facts[key]}, TRL {them.facts[key]}; the two sides must be alike")

@@ -55,9 +55,16 @@ def check(sampled: int, trained: int, work: Workload) -> None:
 def open_loop(work: Workload, folder: Path) -> Loop:
     model = hf.load(folder / "model")
     reward: Reward = lambda task, transcript, sandbox: hash_reward(transcript[-1].text, work.seed)  # noqa: E731
-    source, tokenizer = Questions([p.question for p in read_prompts(folder)]), Endless(folder / "model")
-    setting = Setting(source, HarnessSpec("bench"), tokenizer, {"hash": reward}, seed=work.seed)
-    config = RLConfig(
+    setting = Setting(
+        questions_of(folder), HarnessSpec("bench"), Endless(folder / "model"), {"hash": reward}, seed=work.seed
+    )
+    loop = Loop(model, setting, loop_config(work), Run(folder / "run"), work.seed)
+    loop.park.start()  # as `fit` does in a new run
+    return loop
+
+
+def loop_config(work: Workload) -> RLConfig:
+    return RLConfig(
         steps=1_000_000,
         groups=work.prompts,
         samples=work.samples,
@@ -69,7 +76,10 @@ def open_loop(work: Workload, folder: Path) -> Loop:
         minibatches=1,
         keep_groups=0,  # TRL writes no trajectories either
     )
-    return Loop(model, setting, config, Run(folder / "run"), work.seed)
+
+
+def questions_of(folder: Path) -> Questions:
+    return Questions([p.question for p in read_prompts(folder)])
 
 
 class Questions:
@@ -102,10 +112,18 @@ class Endless(Tokenizer):
 def prepare(work: Workload, folder: Path) -> None:
     """folder/model (random weights, byte tokenizer) and folder/prompts.json."""
     out = folder / "model"
+    write_model(work, out)
+    tokenizer = Tokenizer(out)
+    ids = [tokenizer.prompt([{"role": "user", "content": q}]) for q in questions(work.seed)]
+    prompts = zip(questions(work.seed), ids, strict=True)
+    write_prompts([Prompt(question, tokenizer.decode(i), i) for question, i in prompts], folder)
+
+
+def write_model(work: Workload, out: Path) -> int:
+    """A model directory of random weights; returns how many."""
     out.mkdir(parents=True, exist_ok=True)
-    vocab_size = write_tokenizer(out)
     config = ModelConfig(
-        vocab_size=vocab_size,
+        vocab_size=write_tokenizer(out),
         d_model=work.hidden,
         layers=work.layers,
         d_ff=work.intermediate,
@@ -116,11 +134,9 @@ def prepare(work: Workload, folder: Path) -> None:
         activation="silu",
         rope=Rope(),
     )
-    hf.save(initialise(Model(config), work.seed), out)
-    tokenizer = Tokenizer(out)
-    ids = [tokenizer.prompt([{"role": "user", "content": q}]) for q in questions(work.seed)]
-    prompts = zip(questions(work.seed), ids, strict=True)
-    write_prompts([Prompt(question, tokenizer.decode(i), i) for question, i in prompts], folder)
+    model = initialise(Model(config), work.seed)
+    hf.save(model, out)
+    return model.parameter_count()
 
 
 def write_tokenizer(out: Path) -> int:
