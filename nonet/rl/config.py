@@ -9,6 +9,8 @@ from pydantic import Field
 from nonet.config import Config
 from nonet.rl.objective import CISPO, DPPO, GSPO, K25, PPO, TIS, IcePop, Mirror, Objective
 
+ObjectiveName = Literal["k25", "ppo", "tis", "icepop", "cispo", "gspo", "dppo", "mirror"]
+
 
 class RLConfig(Config):
     steps: int = Field(default=100, ge=1)  # iterations: one rollout phase and one update each
@@ -36,7 +38,7 @@ class RLConfig(Config):
     temperature: float = Field(default=1.0, gt=0)
     max_batch: int = Field(default=384, ge=1)  # rows decoded together
     # objective: a table each, documented where its formula is (objective.py)
-    objective: Literal["k25", "ppo", "tis", "icepop", "cispo", "gspo", "dppo", "mirror"] = "k25"
+    objective: ObjectiveName = "k25"
     k25: K25 = K25()
     ppo: PPO = PPO()
     tis: TIS = TIS()
