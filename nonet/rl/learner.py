@@ -64,7 +64,8 @@ class Learner:
             index_N, log_ratio_N = part.index_N, tokens.logp_N.detach() - tokens.behaviour_N
             if stats.updates == 0:
                 moe = self.model.config.moe is not None
-                check_ratio(batch, index_N, log_ratio_N, self.version, self.config.check_ratio, moe)
+                clean_N = self._clean(tokens.row_N, batch.version_T[index_N])
+                check_ratio(batch, index_N[clean_N], log_ratio_N[clean_N], self.version, self.config.check_ratio, moe)
             loss = self.objective(tokens) / denominator
             check_finite(batch, index_N, loss.detach(), log_ratio_N)
             loss.backward()
@@ -91,6 +92,13 @@ class Learner:
             logits_NW if "logits" in needs else None,
             self.teacher(part, [batch.names[r] for r in part.rows]) if self.teacher is not None else None,
         )  # fmt: skip
+
+    def _clean(self, row_N: Tensor, version_N: Tensor) -> Tensor:
+        """Tokens drawn from memory of one version: with on_resume = "reuse" not those of rows that mix versions."""
+        if self.config.on_resume == "reprefill" or not len(row_N):
+            return torch.ones_like(row_N, dtype=torch.bool)
+        oldest_R = version_N.new_full((int(row_N.max()) + 1,), self.version).scatter_reduce(0, row_N, version_N, "amin")
+        return oldest_R[row_N] == version_N
 
     @torch.no_grad()
     def _proximal(self, batch: PackedBatch, rows: list[int]) -> Tensor | None:

@@ -153,3 +153,25 @@ def test_written_trajectories_hold_tokens_authors_and_logprobs(loop, tmp_path, n
             assert len(s["pieces"]) == len(s["tokens"])
             assert len(s["logprobs"]) == (len(s["tokens"]) if s["author"] == "policy" else 0)
         assert r["segments"][0]["author"] == "prompt"
+
+
+def test_reuse_goes_on_from_old_memory_and_says_how_far_off_it_is(loop):
+    """Such a log-prob is not what a fresh forward gives: reported as mismatch, not refused as a broken ratio."""
+    reused = loop(fraction=0.4, steps=6, lr=2e-2, on_resume="reuse")
+    reused.fit()
+    steps = events(reused, "rl_step")
+    assert max(e["mismatch_max"] for e in steps) > 0.02
+    assert reused.engine._held.keys() <= {t.id for g in reused.pool.held.values() for t in g if t.status == "parked"}
+
+
+def test_reprefill_computes_again_what_reuse_remembers(loop, policy, nano, tmp_path):
+    costs = {}
+    for how in ("reprefill", "reuse"):
+        setting = tiny.setting(nano, rewards={"varied": tiny.varied})
+        config = RLConfig(**{**FAST, "fraction": 0.4, "on_resume": how, "lr": 1e-6})
+        made_ = Loop(copy.deepcopy(policy), setting, config, Run(tmp_path / how), seed=2)
+        made_.fit()
+        steps = events(made_, "rl_step")
+        costs[how] = sum(e["prefilled"] for e in steps)
+        assert (max(e["mismatch_rows"] for e in steps) > 0) == (how == "reuse")
+    assert costs["reuse"] < 0.8 * costs["reprefill"]

@@ -16,7 +16,7 @@ from nonet.rl.rollout import Rollout
 from nonet.rl.scoring import scorer
 from nonet.rl.setting import open_sandbox
 from nonet.sandbox import LocalSandbox
-from nonet.types import Message, Sampling, SandboxRecipe, Task, ToolCall, Trajectory
+from nonet.types import Message, Sampling, SandboxRecipe, Segment, Task, ToolCall, Trajectory
 
 LOOK = '<call>{"name": "list_files", "arguments": {}}</call>'
 BOX = SandboxRecipe({"a": "fig"}, ("list_files", "read_file"))
@@ -125,6 +125,36 @@ def test_one_budget_covers_all_turns_and_pauses(nano):
     assert len(stage.generator.requests) > 5
     for r in stage.generator.requests:
         assert sum(written[: len(r.tokens)]) + r.max_tokens == 45
+
+
+def test_a_resumed_request_gets_what_is_left_of_budget_and_context(nano):
+    """slime#2260: 24,576 new tokens allowed, 19,202 written, a limit of 40,960: all was asked for again."""
+    stage = Stage(nano, {name(0): ["x"]}, max_tokens=24_576)
+    stage.generator.context = 40_960
+    (t,) = stage.all
+    values = (-0.1,) * 19_202
+    t.segments = [Segment("prompt", (1,) * 20_000), Segment("policy", (5,) * 19_202, values, values, 0)]
+    t.status = "parked"
+    stage.run(1)
+    (request,) = stage.generator.requests
+    assert len(request.tokens) == 39_202
+    assert request.max_tokens == min(24_576 - 19_202, 40_960 - 39_202) == 1_758
+
+
+def test_one_rollout_a_hundred_times_longer_does_not_delay_the_pause(nano):
+    """verl#4896: the pause waited for long tasks; verl#7611: it killed what was in flight."""
+    stage = Stage(nano, {name(0): ["x" * 2000], **{name(i): ["y" * 20] for i in range(1, 8)}}, max_tokens=4000)
+    assert stage.run(7) == 7
+    assert stage.all[0].status == "parked"
+    short = max(t.policy_tokens for t in stage.all[1:])
+    assert stage.all[0].policy_tokens == short
+    assert short * 50 < len(stage.nano.encode("x" * 2000))
+
+
+def test_what_is_due_ends_before_the_pause(nano):
+    stage = Stage(nano, {name(0): ["a"], name(1): ["b" * 30], name(2): ["c" * 60]})
+    assert stage.rollout.run(stage.all, 1, due={name(1)}) == 2
+    assert [t.status for t in stage.all] == ["done", "done", "parked"]
 
 
 def test_a_budget_that_ends_with_a_finished_call_ends_the_attempt(nano):
