@@ -77,7 +77,7 @@ def played(plan: Plan) -> dict[str, Any]:
             found.setdefault(cell, []).append(result(cell, seed))
             bar(i, f"{cell.name}, age {cell.age}: {found[cell][-1]['reward']:.3f}")
     figures = {
-        "kept": kept(plan, found), "rewards": rewards(plan, found), "regulariser": regulariser(plan, found),
+        "change": change(plan, found), "rewards": rewards(plan, found), "regulariser": regulariser(plan, found),
         "clipped": {c.name: {**_by_age(plan, found, c, "clipped")} for c in plan.objectives(0)},
         "updates": GAMES[plan.game].updates, "seeds": plan.seeds, "ages": list(plan.ages),
     }  # fmt: skip
@@ -96,7 +96,7 @@ def rewards(plan: Plan, found: Found) -> dict[str, dict[str, Figure]]:
     }
 
 
-def kept(plan: Plan, found: Found) -> dict[str, Figure]:
+def change(plan: Plan, found: Found) -> dict[str, Figure]:
     """Reward at the greatest age less reward at age 0, paired by seed."""
     first, last = plan.ages[0], plan.ages[-1]
     return {c.name: paired(found[replace(c, age=last)], found[replace(c, age=first)]) for c in plan.objectives(first)}

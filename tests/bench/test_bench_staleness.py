@@ -7,8 +7,10 @@ import torch
 
 from nonet.bench import staleness, staleness_lab
 from nonet.bench.staleness import PLANS, Plan, across, measure, played
-from nonet.bench.staleness_lab import Cell, Toy, course
-from nonet.types import UserError
+from nonet.bench.staleness_lab import Cell, Nano, Toy, course
+from nonet.rl.advantage import GroupMean
+from nonet.rl.batch import Scored
+from nonet.types import Trajectory, UserError
 
 
 @pytest.fixture
@@ -74,6 +76,32 @@ def test_the_plan_is_the_eight_objectives_at_ages_0_to_8():
     assert {c.objective for c in plan.cells()} == {"k25", "ppo", "tis", "icepop", "cispo", "gspo", "dppo", "mirror"}
     assert (min(plan.ages), max(plan.ages)) == (0, 8)
     assert all(p.seeds - 1 in staleness.STUDENT for p in PLANS.values())
+
+
+def test_the_nano_policy_plays_its_recipes_tasks_at_the_age_it_is_told(short, monkeypatch):
+    load, small = (
+        staleness_lab.load_recipe,
+        ["cold.steps=2", "start.tokenizer_rows=100", "model.layers=2", "rl.samples=2"],
+    )
+    monkeypatch.setattr(
+        staleness_lab, "load_recipe", lambda files, set_, quick: load(files, [*set_, *small], quick=quick)
+    )
+    for name, value in {"updates": 2, "GROUPS": 2, "MEASURED": 3}.items():
+        monkeypatch.setattr(Nano, name, value)
+    staleness_lab.backbone.cache_clear()
+    seen: list[list[list[Trajectory]]] = []
+    monkeypatch.setattr(GroupMean, "__call__", lambda self, groups: seen.append(groups) or uneven(self, groups))
+    found = course(Nano(Cell("nano", "ppo", 1), 2), 1)
+    staleness_lab.backbone.cache_clear()
+    drawn = [[g[0].group for g in groups] for groups in seen]
+    assert drawn == [[2_000_000, 2_000_001], [2_000_002, 2_000_003], [2_000_004, 2_000_005]]
+    assert [a["age"] for a in found["ages"]] == [1]
+    assert 0 <= found["reward"] <= 1
+
+
+def uneven(credit: GroupMean, groups: list[list[Trajectory]]) -> list[Scored]:
+    """An untrained policy earns nothing: here siblings' credit differs all the same."""
+    return [Scored.uniform(t, 0.5 - t.sample) for group in groups for t in group]
 
 
 def test_an_interval_is_students():
