@@ -141,12 +141,18 @@ class Draft(nn.Module):
         return weight if self.d2t_W is None else weight[self.d2t_W]
 
 
-def started(config: DraftConfig, target: Model, d2t_W: Tensor | None = None, seed: int = 0) -> Draft:
+def started(
+    config: DraftConfig, target: Model, d2t_W: Tensor | None = None, seed: int = 0, copied: bool = False
+) -> Draft:
     """A draft before training, in the target's dtype.
 
     mtp: the MTP layer behind fc = [0 ... 0 I]. eagle3: matrices normal(0, init_std), fc FUSION of that, norms
-    1, but for the final norm and the head, which are the target's own (rows of the draft's vocabulary).
+    1, but for the final norm and the head, which are the target's own (rows of the draft's vocabulary). copied: an
+    eagle3 layer then takes over what the target's last layer does with the highest feature; it learns several times
+    faster. Raises UserError where that layer has another shape (`can_copy`).
     """
+    if copied and not can_copy(config, target):
+        raise UserError("draft.start = layer: the target's last layer has another shape than the draft's; use random")
     draft = Draft(config, target, d2t_W)
     generator, d = torch.Generator().manual_seed(seed), config.layer.d_model
     with torch.no_grad():
@@ -161,7 +167,30 @@ def started(config: DraftConfig, target: Model, d2t_W: Tensor | None = None, see
             head = target.lm_head.weight
             draft.lm_head.weight.copy_(head if d2t_W is None else head[d2t_W])
             draft.norm.weight.copy_(target.norm.weight)
+            if copied:
+                take_over(draft, target)
     return draft.to(target.embed_tokens.weight.dtype).eval()
+
+
+def can_copy(config: DraftConfig, target: Model) -> bool:
+    """Whether an eagle3 draft's layer can take over the target's last one."""
+    last = target.layers[-1]
+    if config.form != "eagle3" or not isinstance(last.self_attn, GQA) or not isinstance(last.mlp, FFN):
+        return False
+    a, b = config.layer, target.config
+    return all(getattr(a, n) == getattr(b, n) for n in ("heads", "kv_heads", "head_dim", "d_ff", "qkv_bias", "qk_norm"))
+
+
+def take_over(draft: Draft, target: Model) -> None:
+    """The target's last layer into the half that reads the fused feature, and the highest feature into that."""
+    layer, last, d = draft.layer, target.layers[-1], draft.config.layer.d_model
+    draft.fc.weight[:, -d:] += torch.eye(d)
+    for name, w in last.self_attn.named_parameters():
+        mine = layer.self_attn.get_parameter(name)
+        (mine[:, d:] if mine.ndim == 2 and mine.shape[1] == 2 * d else mine).copy_(w)
+    layer.mlp.load_state_dict(last.mlp.state_dict())
+    layer.hidden_norm.load_state_dict(last.input_layernorm.state_dict())
+    layer.post_attention_layernorm.load_state_dict(last.post_attention_layernorm.state_dict())
 
 
 def checked_map(d2t_W: Tensor, config: DraftConfig) -> Tensor:

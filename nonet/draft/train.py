@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from nonet.config import Config
 from nonet.draft.batch import FeatureBatch
@@ -36,6 +36,9 @@ RATES = {"mtp": 1e-4, "eagle3": 1e-3}  # trained already; random
 class TrainConfig(Config):
     steps: int = Field(default=1000, ge=1)
     unroll: int = Field(default=7, ge=1)  # steps of the draft
+    # So many of the steps come first and unroll it once, under a schedule of their own: a fresh draft learns what comes
+    # next for a seventh of the price, and then to go on from itself.
+    single: int = Field(default=0, ge=0)
     loss: Kind = "overlap"
     eta: float = Field(default=3.0, ge=0)  # of loss = hybrid
     fallback: float = Field(default=0.1, ge=0)  # of loss = overlap
@@ -55,9 +58,24 @@ class TrainConfig(Config):
     log_every: int = Field(default=10, ge=1)
     save_every_s: float = Field(default=60.0, ge=0)
 
+    @model_validator(mode="after")
+    def _some_unrolled(self) -> TrainConfig:
+        if self.single >= self.steps:
+            raise ValueError(f"single = {self.single}: must be less than steps = {self.steps}")
+        return self
+
     @property
     def objective(self) -> Objective:
         return Objective(self.loss, self.eta, self.fallback, self.step_decay)
+
+    def rate(self, step: int) -> float:
+        """Share of the peak learning rate at an optimiser step, counted from 0."""
+        begin, end = (0, self.single) if step < self.single else (self.single, self.steps)
+        return share(step - begin, end - begin, round(self.warmup * (end - begin)), self.decay_to, self.decay)
+
+    def at(self, step: int) -> TrainConfig:
+        """What holds at an optimiser step, counted from 0."""
+        return self.model_copy(update={"unroll": 1}) if step < self.single else self
 
 
 class Training:
@@ -100,10 +118,10 @@ class Training:
             self._evaluate(0)
         with progress(f"{self.stage}: training", c.steps, start) as bar:
             for step in range(start, c.steps):
-                lr = self._peak * share(step, c.steps, round(c.warmup * c.steps), c.decay_to, c.decay)
-                figures = train_step(self.draft, self.teacher, self.optimizer, self.batches(step), lr, c)
+                lr, now = self._peak * c.rate(step), c.at(step)
+                figures = train_step(self.draft, self.teacher, self.optimizer, self.batches(step), lr, now)
                 self._account(step + 1, lr, figures)
-                bar(step + 1, f"loss {figures['loss']:.3f}, length {figures['length']:.2f} of {c.unroll + 1}")
+                bar(step + 1, f"loss {figures['loss']:.3f}, length {figures['length']:.2f} of {now.unroll + 1}")
         self._load_best()
         return measure(self.draft, self.teacher, self.heldout, c)
 

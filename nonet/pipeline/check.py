@@ -120,7 +120,7 @@ def _rl_warnings(recipe: Recipe, config: ModelConfig) -> Iterator[str]:
     if rl.warmup >= rl.steps:
         yield f"rl.lr = {rl.lr} is never reached: rl.warmup = {rl.warmup} of {rl.steps} steps"
     if rl.fraction == 1 and rl.minibatches == 1:
-        yield f"rl.objective = {rl.objective}: with fraction = 1 and minibatches = 1 every ratio is 1: no window or clip acts"
+        yield f"rl.objective = {rl.objective}: with fraction = minibatches = 1 every ratio is 1: nothing is clipped"
     if rl.fraction * rl.groups * rl.samples > rl.groups * rl.samples - 1 and rl.fraction < 1:
         yield f"rl.fraction = {rl.fraction}: of {rl.groups * rl.samples} trajectories it rounds up to all"
     if rl.max_tokens >= config.max_position:

@@ -52,9 +52,10 @@ class Estimate:
         draft = sum(p.numel() for p in started(config, model, _ids(config.draft_vocab)).parameters())
         weights = sum(p.numel() * p.element_size() for p in model.parameters())
         decode_s, capture_s, step_s = Probe(job).rates()
+        unrolls = sum(recipe.train.at(step).unroll for step in range(recipe.train.steps))
         return Estimate(
             len(talks), written, read, disk, 2 * weights + STATES * 4 * draft,
-            written * decode_s, read * capture_s, recipe.train.steps * step_s,
+            written * decode_s, read * capture_s, unrolls * step_s / recipe.train.unroll,
         )  # fmt: skip
 
     def text(self) -> str:

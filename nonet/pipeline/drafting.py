@@ -34,7 +34,7 @@ from nonet.draft.config import DraftConfig, Fingerprint, eagle3_config, mtp_conf
 from nonet.draft.data import Conversation
 from nonet.draft.export import export
 from nonet.draft.lint import lint, table
-from nonet.draft.model import Draft, started
+from nonet.draft.model import Draft, can_copy, started
 from nonet.draft.store import FeatureStore, Kind, bytes_of, capture, trainable
 from nonet.draft.train import TrainConfig, Training
 from nonet.draft.vocabulary import choose, control_tokens
@@ -61,6 +61,9 @@ class DraftTable(Config):
     taps: tuple[int, ...] = ()  # none: the form's own
     vocabulary: int = Field(default=8192, ge=0)  # tokens it can say; 0, or as many as the target has: all of them
     d_ff: int = Field(default=0, ge=0)  # of an eagle3 layer; 0: the target's
+    start: Literal["auto", "random", "layer"] = (
+        "auto"  # of form eagle3: layer copies the target's last one, where it can
+    )
     norm_output: bool = False
     fc_norm: bool = False
     features: Kind = "bf16"  # how they are stored
@@ -233,7 +236,9 @@ class Job:
             chosen = choose([a for a in answers if not a.heldout], size, V, control_tokens(self.tokenizer))
             say(f"vocabulary: {size:,} of {V:,} tokens cover {chosen.coverage:.2%} of what the target wrote")
             config = self.draft_config(None if chosen.d2t_W is None else size)
-            draft = started(config, self.target, chosen.d2t_W, self.recipe.draft.seed)
+            start = self.recipe.draft.start
+            copied = start == "layer" or (start == "auto" and can_copy(config, self.target))
+            draft = started(config, self.target, chosen.d2t_W, self.recipe.draft.seed, copied)
             partial = folder.with_name(".started")
             shutil.rmtree(partial, ignore_errors=True)
             files.save(draft, partial)

@@ -179,11 +179,11 @@ class Killed(Exception):
     pass
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("more", [{}, {"optimizer": "muon"}, {"single": 3}])
 @pytest.mark.parametrize("when", [0, 2, 4, 5])
-def test_a_killed_run_ends_with_the_uninterrupted_ones_weights(when: int, optimizer: str, tmp_path: Path):
+def test_a_killed_run_ends_with_the_uninterrupted_ones_weights(when: int, more: dict, tmp_path: Path):
     whole = made("eagle3", d2t_W=torch.arange(0, 40, 2), draft_vocab=20)
-    training(whole, tmp_path / "whole", optimizer=optimizer).fit()
+    training(whole, tmp_path / "whole", **more).fit()
 
     first = made("eagle3", d2t_W=torch.arange(0, 40, 2), draft_vocab=20)
     calls = iter(range(100))
@@ -194,9 +194,9 @@ def test_a_killed_run_ends_with_the_uninterrupted_ones_weights(when: int, optimi
         return [answer(first, 4, 20, seed=step)]
 
     with pytest.raises(Killed):
-        training(first, tmp_path / "killed", batches=dying, optimizer=optimizer, save_every_s=0).fit()
+        training(first, tmp_path / "killed", batches=dying, save_every_s=0, **more).fit()
     second = made("eagle3", d2t_W=torch.arange(0, 40, 2), draft_vocab=20)
-    training(second, tmp_path / "killed", optimizer=optimizer).fit()
+    training(second, tmp_path / "killed", **more).fit()
     for (name, a), (_, b) in zip(whole.state_dict().items(), second.state_dict().items(), strict=True):
         assert torch.equal(a, b), name
     runs = [list(Run(tmp_path / name).events("draft_step")) for name in ("whole", "killed")]
@@ -304,3 +304,14 @@ def test_bfloat16_products_are_near_float32(tmp_path: Path):
     one, two = (told(draft, teacher, batch, 3, Objective(), bf16) for bf16 in (False, True))
     assert float((one.loss - two.loss).abs()) < 0.05 * float(one.loss)
     assert measure(draft, teacher, [batch], c).length > 1
+
+
+def test_each_phase_has_its_own_schedule():
+    c = TrainConfig(steps=30, single=20, warmup=0.1, unroll=5)
+    assert [c.at(step).unroll for step in (0, 19, 20, 29)] == [1, 1, 5, 5]
+    alone = [TrainConfig(steps=n, warmup=0.1) for n in (20, 10)]
+    assert [c.rate(i) for i in range(30)] == [alone[0].rate(i) for i in range(20)] + [
+        alone[1].rate(i) for i in range(10)
+    ]
+    with pytest.raises(ValueError, match="single = 30: must be less than steps = 30"):
+        TrainConfig(steps=30, single=30)

@@ -8,7 +8,11 @@ import torch
 from tiny_draft import FORMS, batch_of, made
 
 from nonet.draft.batch import FeatureBatch
+from nonet.draft.config import eagle3_config
+from nonet.draft.model import can_copy, started
 from nonet.draft.unroll import unrolled, unrolled_definition
+from nonet.model.taps import Taps
+from nonet.types import UserError
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -86,3 +90,25 @@ def test_each_flag_changes_the_logits(flag: str):
     with torch.no_grad():
         one, two = (d.logits(next(unrolled(d, batch, 1))) for d in (plain, flagged))
     assert float((one - two).abs().max()) > 1e-3
+
+
+def test_a_copied_layer_is_the_targets_last_one():
+    """Where nothing else is mixed in, what it makes of the state before that layer is the state after it."""
+    target = tiny.model("gqa", dtype=torch.float64, qkv_bias=False, qk_norm=False, o_bias=False)
+    last, d = target.config.layers - 1, target.config.d_model
+    draft = started(eagle3_config(target.config, taps=(0, last)), target, copied=True)
+    with torch.no_grad():
+        draft.fc.weight[:, :-d], draft.fc.weight[:, -d:] = 0, torch.eye(d)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            getattr(draft.layer.self_attn, name).weight[:, :d] = 0
+        ids, taps = tiny.tokens(1, 9), Taps((0, last))
+        want = target(ids, taps=taps)
+        found = draft.step(draft.embed(ids), draft.fuse(taps.features_BTF), target.span(ids))
+    torch.testing.assert_close(found, want, atol=1e-12, rtol=1e-12)
+
+
+def test_a_layer_of_another_shape_is_not_copied():
+    target = tiny.model("gqa")
+    with pytest.raises(UserError, match=r"draft\.start = layer: the target's last layer has another shape"):
+        started(eagle3_config(target.config, taps=(0, 1), layer={"d_ff": 20}), target, copied=True)
+    assert not can_copy(eagle3_config(tiny.model("hybrid").config, taps=(0, 1)), tiny.model("hybrid"))
