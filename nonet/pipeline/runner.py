@@ -73,11 +73,11 @@ def print_table(run: Run) -> None:
     for column in ("domain", "mode", "prompts", "before", "after", "stage", "gain"):
         table.add_column(column)
     for g in run.events("gain"):
-        before, after = (evals[g["domain"], g["mode"], s] for s in ("eval-cold", g["stage"]))
+        stage = g.get("stage", "eval-rl")  # older runs knew no other
+        before, after = (evals[g["domain"], g["mode"], s] for s in ("eval-cold", stage))
         spread = [f"{e['reward']:.3f} [{e['low']:.3f}, {e['high']:.3f}]" for e in (before, after)]
-        trained = g["stage"].removeprefix("eval-")
         gain = f"{g['gain']:+.3f} [{g['low']:+.3f}, {g['high']:+.3f}]"
-        table.add_row(g["domain"], g["mode"], str(g["n"]), *spread, trained, gain)
+        table.add_row(g["domain"], g["mode"], str(g["n"]), *spread, stage.removeprefix("eval-"), gain)
     console = Console(width=120)
     for shown in (table, draft_table(run)):
         if shown.row_count:

@@ -152,7 +152,7 @@ def test_a_stage_that_starts_over_leaves_no_event_twice(tmp_path):
     run = Run(tmp_path)
     run.event("eval", stage="eval-cold", domain="general")
     run.event("eval", stage="eval-rl", domain="general")
-    run.event("gain", domain="general")
+    run.event("gain", stage="eval-rl", domain="general")
     run.event("lm_step", stage="cold", step=1)
     for name, kept in (("eval-rl", ["eval-cold", "cold"]), ("eval-cold", ["cold"]), ("cold", ["cold"])):
         start_over(run, name)
