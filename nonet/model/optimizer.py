@@ -33,6 +33,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     (r"(^|\.)experts\.w[123]$", "experts"),
     (rf"(^|\.)(({_WHOLE})_proj|kv_a_proj_with_mqa|fc)\.weight$", "whole"),
     (r"(^|\.)(embed_tokens|lm_head|[qkv]_conv1d|mlp\.gate)\.weight$", "decayed"),
+    (r"\.lora_[AB]\.weight$", "decayed"),
     (r"(_res\.proj|norm|fc_norm\.\d+)\.weight$", "plain"),
     (r"(^|\.)(A_log|dt_bias|bias)$", "plain"),
 )

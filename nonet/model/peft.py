@@ -1,4 +1,4 @@
-"""LoRA adapters as PEFT writes them, merged into a model: adapter_config.json beside adapter_model.safetensors.
+"""LoRA adapters as PEFT writes them, in and out: adapter_config.json beside adapter_model.safetensors.
 
     base_model.model.{module}.lora_A.weight [r, in], .lora_B.weight [out, r]     W += scale B A, scale = alpha / r
     base_model.model.{module}.lora_embedding_A [r, V], .lora_embedding_B [D, r]  W += scale (B A)^T
@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from nonet.model.hf_config import read_json
+from nonet.model.config import ModelConfig
+from nonet.model.hf_config import read_json, write_json
 from nonet.model.hf_files import checked, header, read
-from nonet.model.hf_names import bare, places
+from nonet.model.hf_names import bare, empty, hf_name, places, prefix_of
 from nonet.model.model import Model
 from nonet.types import UserError
 
@@ -71,6 +73,48 @@ def merge(model: Model, directory: Path | str) -> None:
             weight += _fitting(delta.T if end == _A[1] else delta, weight, name, file)
         else:
             weight.copy_(_fitting(tensor, weight, name, file))
+
+
+def save(
+    model: ModelConfig, factors: Mapping[str, Tensor], rank: int, alpha: float, base: Path | str, directory: Path
+) -> None:
+    """Write factors, our names with .lora_A.weight or .lora_B.weight behind them, as an adapter of `base`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    stored = {_published(name, model): x.contiguous() for name, x in factors.items()}
+    save_file(stored, directory / WEIGHTS, metadata={"format": "pt"})
+    modules = sorted({_split(name)[0].rsplit(".", 1)[-1] for name in factors})
+    write_json(
+        directory / CONFIG,
+        {
+            "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base), "r": rank,
+            "lora_alpha": alpha, "lora_dropout": 0.0, "target_modules": modules, "inference_mode": True, **_PLAIN,
+        },
+    )  # fmt: skip
+
+
+def factors(directory: Path | str, model: ModelConfig) -> tuple[dict[str, Tensor], int, float]:
+    """An adapter's factors by our names, its rank and its alpha; the inverse of `save`. UserError for an adapter whose
+    layers differ in rank or scale, or that holds anything but factors of linear layers.
+    """
+    folder = Path(directory)
+    config, file = _config(folder), folder / WEIGHTS
+    for key in ("rank_pattern", "alpha_pattern", "use_rslora"):
+        if config.get(key):
+            raise UserError(f"{folder / CONFIG}: {key} = {config[key]!r}: training goes on from one rank and scale")
+    entries = header(file)
+    linear = [n for n, m in empty(model).named_modules() if isinstance(m, nn.Linear)]
+    names = {_published(n + end, model): n + end for n in linear for end in (_A[0], _B[0])}
+    for stored in entries:
+        if stored not in names:
+            raise UserError(f"{file}: {stored}: not a factor of a linear layer of this model")
+    found = {names[stored]: checked(read(e).float(), stored, file) for stored, e in entries.items()}
+    return found, config["r"], config["lora_alpha"]
+
+
+def _published(name: str, model: ModelConfig) -> str:
+    """A factor's name in the file: its layer's published name with the factor's end."""
+    layer, end = _split(name)
+    return _PREFIX + prefix_of(model) + hf_name(layer + ".weight", model).removesuffix(".weight") + end
 
 
 def _config(folder: Path) -> Mapping[str, Any]:

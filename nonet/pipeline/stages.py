@@ -119,8 +119,11 @@ def eval_cold(c: Context) -> None:
 
 def rl(c: Context) -> None:
     model = hf.load(c.models("cold"))
-    Loop(model, c.everything(), c.recipe.rl, c.run, c.recipe.run.seed).fit()
+    loop = Loop(model, c.everything(), c.recipe.rl, c.run, c.recipe.run.seed)
+    loop.fit()
     export(c, model, "rl")
+    if loop.learner.lora is not None:
+        loop.learner.lora.save(c.models("rl-adapter"), base=c.models("cold"))
 
 
 def eval_rl(c: Context) -> None:

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from nonet.config import Config
+from nonet.rl.lora import LoraConfig
 from nonet.rl.objective import CISPO, DPPO, GSPO, K25, PPO, TIS, IcePop, Mirror, Objective
 
 ObjectiveName = Literal["k25", "ppo", "tis", "icepop", "cispo", "gspo", "dppo", "mirror"]
@@ -50,6 +51,7 @@ class RLConfig(Config):
     drop_dead_groups: bool = True  # groups whose rewards are all equal teach nothing; leave them out of the batch
     drop_truncated: bool = False  # what its budget ended counts in the group's mean, but is not trained
     # learner
+    lora: LoraConfig | None = None  # [rl.lora] trains low-rank factors and leaves a PEFT directory; none: all weights
     optimizer: Literal["muon", "adamw"] = "adamw"
     lr: float = Field(default=2e-4, gt=0)
     warmup: int = Field(default=10, ge=0)

@@ -6,7 +6,7 @@ along unchanged (no gradient reaches them here); their drift from the policy is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from nonet.rl.ages import Ages
 from nonet.rl.batch import PackedBatch, Padded, micro_batches
 from nonet.rl.config import RLConfig
 from nonet.rl.invariants import InvariantError, check_columns, check_count, check_finite, check_norm, check_ratio
+from nonet.rl.lora import Lora
 from nonet.rl.objective import Objective, Tokens
 
 __all__ = ["InvariantError", "Learner"]
@@ -35,7 +36,9 @@ class Learner:
         self.model, self.config = model.eval(), config  # routers stand still: the sampler's choices are the learner's
         self.objective: Objective = objective or config.chosen_objective
         self.teacher: Teacher | None = None
-        trained = [(n, p) for n, p in model.named_parameters() if not n.startswith("mtp.")]
+        self.lora = Lora(model, config.lora) if config.lora is not None else None
+        trained = self.lora.factors.items() if self.lora is not None else model.named_parameters()
+        trained = [(n, p) for n, p in trained if not n.startswith("mtp.")]
         self.optimizer = Optimizer(
             trained, config.optimizer, config.lr, config.betas, config.weight_decay, head_counts(model)
         )
@@ -73,10 +76,19 @@ class Learner:
             stats.add(loss, tokens, self.objective.clipped(tokens), self.version - batch.version_T[index_N])
         check_count(counted, batch.trained_in(rows), [batch.names[r] for r in rows])
         stats.lr = self._lr()
-        norm = self.optimizer.step(stats.lr, self.config.grad_clip)
+        norm = self._update(stats.lr)
         check_norm(norm, [batch.names[r] for r in rows])
         stats.grad_norm += norm
         stats.updates += 1
+
+    def _update(self, lr: float) -> float:
+        """Move the trained parameters along the gradient that has gathered; returns its norm."""
+        if self.lora is None:
+            return self.optimizer.step(lr, self.config.grad_clip)
+        self.lora.gather()
+        norm = self.optimizer.step(lr, self.config.grad_clip)
+        self.lora.merge()
+        return norm
 
     def _tokens(self, batch: PackedBatch, part: Padded, proximal_T: Tensor | None) -> Tokens:
         """What the objective sees of a part; where it may ask for them, gradients of its inputs are kept."""
@@ -110,6 +122,16 @@ class Learner:
             part = batch.padded(micro)
             out_T[part.index_N] = scores(self.model, part, self.config.temperature)[0]
         return out_T
+
+    def state_dict(self) -> dict[str, Any]:
+        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return state if self.lora is None else {**state, "lora": self.lora.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.lora is not None:
+            self.lora.load_state_dict(state["lora"])
 
     def _lr(self) -> float:
         c, step = self.config, self.version

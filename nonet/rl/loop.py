@@ -153,8 +153,7 @@ class Loop:
         mark = self.park.mark(self.pool.next_group, self.pool.held)
 
         def write(folder: Path) -> None:
-            blob = {"model": self.learner.model.state_dict(), "optimizer": self.learner.optimizer.state_dict()}
-            torch.save(blob, folder / "state.pt")
+            torch.save(self.learner.state_dict(), folder / "state.pt")
             (folder / "park.json").write_text(json.dumps(mark))
 
         self.run.save(f"rl-{self.step}", write)
@@ -172,9 +171,7 @@ class Loop:
     def _continue(self, checkpoint: Path) -> None:
         if not (checkpoint / "park.json").exists():
             raise UserError(f"{checkpoint}: no park.json; an older Nonet wrote it: finish it there, or start a new run")
-        blob = torch.load(checkpoint / "state.pt", weights_only=True)
-        self.learner.model.load_state_dict(blob["model"])
-        self.learner.optimizer.load_state_dict(blob["optimizer"])
+        self.learner.load_state_dict(torch.load(checkpoint / "state.pt", weights_only=True))
         parked = self.park.resume(json.loads((checkpoint / "park.json").read_text()))
         if parked.undone:
             print(f"park store: {parked.undone} bytes after the last checkpoint are played again", file=sys.stderr)
