@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from nonet.rl.batch import Scored
 from nonet.rl.config import RLConfig
@@ -34,6 +34,10 @@ class Credit(Protocol):
         """What is trained of complete groups."""
         ...
 
+    def explain(self, trajectory: Trajectory) -> dict[str, list[float]]:
+        """Named columns for people, a value a policy token, of a trajectory of the last call."""
+        ...
+
 
 @dataclass(frozen=True)
 class GroupMean:
@@ -43,7 +47,6 @@ class GroupMean:
     drop_dead: bool = True
     drop_truncated: bool = False
     failed_reward: float | None = None
-    figures: ClassVar[Mapping[str, Any]] = {}
 
     @staticmethod
     def of(config: RLConfig) -> GroupMean:
@@ -58,6 +61,13 @@ class GroupMean:
             if len(members) >= 2 and not (self.drop_dead and is_dead(members)):
                 out += [s for s in centred(members) if self.trains(s.trajectory)]
         return out
+
+    @property
+    def figures(self) -> Mapping[str, Any]:
+        return {}
+
+    def explain(self, trajectory: Trajectory) -> dict[str, list[float]]:
+        return {}
 
     def trains(self, t: Trajectory) -> bool:
         return t.policy_tokens > 0 and not (self.drop_truncated and t.stop_reason == "length")

@@ -12,7 +12,7 @@ from nonet.model import Model
 from nonet.progress import progress
 from nonet.rl.rollout import Rollout
 from nonet.rl.scoring import scorer
-from nonet.rl.setting import Setting
+from nonet.rl.setting import Setting, Split
 from nonet.types import Sampling, Trajectory, UserError
 
 Z95 = 1.959964
@@ -41,17 +41,24 @@ def gain(before: Mapping[str, float], after: Mapping[str, float]) -> Estimate:
 
 
 def evaluate(
-    model: Model, setting: Setting, indices: Sequence[int], temperature: float, max_tokens: int, max_batch: int = 384
+    model: Model,
+    setting: Setting,
+    indices: Sequence[int],
+    temperature: float,
+    max_tokens: int,
+    max_batch: int = 384,
+    split: Split = "heldout",
+    samples: int = 1,
 ) -> list[Trajectory]:
-    """One attempt at each held-out task, in index order. Failed attempts (sandbox, reward) are returned with their
-    reason.
+    """`samples` attempts at each task of the split, in index order. Failed attempts (sandbox, reward) are returned with
+    their reason.
     """
-    trajectories = [Trajectory(setting.task("heldout", i).id, i, 0) for i in indices]
+    trajectories = [Trajectory(setting.task(split, i).id, i, k) for i in indices for k in range(samples)]
     sampling = Sampling(temperature=temperature, seed=setting.seed)
     engine = Engine(model, max_batch)
-    rollout = Rollout(engine, setting.opener("heldout"), scorer(setting.rewards_of), sampling, max_tokens)
+    rollout = Rollout(engine, setting.opener(split), scorer(setting.rewards_of), sampling, max_tokens)
     mode = "greedy" if temperature == 0 else "sampled"
-    with progress(f"evaluating {setting.source.name} ({mode})", len(indices)) as bar:
+    with progress(f"evaluating {setting.source.name} ({mode})", len(trajectories)) as bar:
         for start in range(0, len(trajectories), max_batch):
             part = trajectories[start : start + max_batch]
             rollout.run(part, len(part))

@@ -21,7 +21,7 @@ from nonet.engine import Engine
 from nonet.model import Model
 from nonet.progress import progress
 from nonet.rl.advantage import Credit, GroupMean, is_dead, rewarded
-from nonet.rl.batch import pack
+from nonet.rl.batch import Scored, pack
 from nonet.rl.config import RLConfig
 from nonet.rl.learner import Learner
 from nonet.rl.monitor import EngineCost, counts, staleness
@@ -113,7 +113,7 @@ class Loop:
         }  # fmt: skip
         self.run.event("rl_step", step=self.step, version=self.learner.version, **metrics)
         self.run.event("trained", step=self.step, groups=[g[0].group for g in groups])
-        self._keep(groups)
+        self._keep(groups, scored)
         return metrics
 
     def _roll(self, version: int) -> tuple[list[Trajectory], list[Trajectory], int]:
@@ -138,12 +138,15 @@ class Loop:
         self.park.release([g[0].group for g in groups], f"trained at step {self.step + 1}")
         return groups
 
-    def _keep(self, groups: Sequence[list[Trajectory]]) -> None:
+    def _keep(self, groups: Sequence[list[Trajectory]], scored: Sequence[Scored]) -> None:
         """Write some groups out for reading: evenly spaced, because the first are always the longest relayed."""
+        worth = {s.trajectory.id: {"advantage": s.advantages} for s in scored}
         count = min(self.config.keep_groups, len(groups))
         kept = [t for i in range(count) for t in groups[i * len(groups) // count]]
-        setting = self.setting
-        records = [trajectory_record(t, setting.task("train", t.group), setting.tokenizer, self.step) for t in kept]
+        tokenizer, records = self.setting.tokenizer, []
+        for t in kept:
+            columns = {**worth.get(t.id, {}), **self.credit.explain(t)}
+            records.append(trajectory_record(t, self.setting.task("train", t.group), tokenizer, self.step, columns))
         if records:
             self.run.write_trajectories(f"step-{self.step:06d}", records)
 

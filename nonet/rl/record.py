@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nonet.chat import Tokenizer
 from nonet.types import Task, Trajectory
 
 
-def trajectory_record(t: Trajectory, task: Task, tokenizer: Tokenizer, step: int) -> dict[str, Any]:
-    segments = [
-        {
+def trajectory_record(
+    t: Trajectory, task: Task, tokenizer: Tokenizer, step: int, columns: Mapping[str, Sequence[float]] | None = None
+) -> dict[str, Any]:
+    """columns: by name, a value for each policy token ("advantage", where it was trained; what a credit explains)."""
+    written, segments = 0, []
+    for s in t.segments:
+        segment: dict[str, Any] = {
             "author": s.author,
             "version": s.policy_version,
             "tokens": list(s.tokens),
             "pieces": tokenizer.pieces(s.tokens),
             "logprobs": [round(x, 4) for x in s.logprobs],
         }
-        for s in t.segments
-    ]
+        if s.author == "policy":
+            end = written + len(s.tokens)
+            segment |= {name: [round(x, 4) for x in values[written:end]] for name, values in (columns or {}).items()}
+            written = end
+        segments.append(segment)
     return {
         "id": t.id, "task_id": t.task_id, "group": t.group, "sample": t.sample, "domain": task.domain,
         "effort": task.effort, "reward": t.reward, "rewards": t.rewards, "status": t.status,

@@ -54,6 +54,9 @@ class Watched:
         self.advantages += [a for s in scored for a in s.advantages]
         return scored
 
+    def explain(self, trajectory: Trajectory) -> dict[str, list[float]]:
+        return self.credit.explain(trajectory)
+
 
 def played(loop: Loop) -> list[float]:
     watched = loop.credit = Watched(loop.credit)
