@@ -178,19 +178,20 @@ def can_copy(config: DraftConfig, target: Model) -> bool:
     if config.form != "eagle3" or not isinstance(last.self_attn, GQA) or not isinstance(last.mlp, FFN):
         return False
     a, b = config.layer, target.config
-    return all(getattr(a, n) == getattr(b, n) for n in ("heads", "kv_heads", "head_dim", "d_ff", "qkv_bias", "qk_norm"))
+    same = ("heads", "kv_heads", "head_dim", "d_ff", "qkv_bias", "o_bias", "qk_norm")
+    return all(getattr(a, name) == getattr(b, name) for name in same)
 
 
 def take_over(draft: Draft, target: Model) -> None:
     """The target's last layer into the half that reads the fused feature, and the highest feature into that."""
-    layer, last, d = draft.layer, target.layers[-1], draft.config.layer.d_model
+    last, d = target.layers[-1], draft.config.layer.d_model
     draft.fc.weight[:, -d:] += torch.eye(d)
-    for name, w in last.self_attn.named_parameters():
-        mine = layer.self_attn.get_parameter(name)
+    for name, w in last.get_submodule("self_attn").named_parameters():
+        mine = draft.layer.self_attn.get_parameter(name)
         (mine[:, d:] if mine.ndim == 2 and mine.shape[1] == 2 * d else mine).copy_(w)
-    layer.mlp.load_state_dict(last.mlp.state_dict())
-    layer.hidden_norm.load_state_dict(last.input_layernorm.state_dict())
-    layer.post_attention_layernorm.load_state_dict(last.post_attention_layernorm.state_dict())
+    names = {"mlp": "mlp", "hidden_norm": "input_layernorm", "post_attention_layernorm": "post_attention_layernorm"}
+    for mine, its in names.items():
+        draft.layer.get_submodule(mine).load_state_dict(last.get_submodule(its).state_dict())
 
 
 def checked_map(d2t_W: Tensor, config: DraftConfig) -> Tensor:
