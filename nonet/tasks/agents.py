@@ -1,7 +1,8 @@
 """Errands on files, done through tools over several turns: find, move, edit, count, repair.
 
-Efforts: low makes the fewest calls that an honest agent can (what is used has been read); high looks before it acts
-and notes what it saw; max also reads back what it did.
+Efforts: low makes the fewest calls that an honest agent can (what is used has been read); high makes the same calls
+and once stops to write down what the rest follows from (the order of moves, where the word stands, the sums); max also
+looks before it acts, notes every step, and reads back what it did.
 
 Invariant: the files a task starts from never satisfy its verifier. Refuses: nothing.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from itertools import accumulate
 from random import Random
 from typing import Any
 
@@ -51,21 +53,27 @@ class Errand(Generated):
 
     @abstractmethod
     def plan(self, data: Mapping[str, Any]) -> list[Act]:
-        """What to do, in order. Acts whose note starts with "?" are looks that low effort can spare."""
+        """What to do, in order, with max effort's notes. Acts whose note starts with "?" are looks one can spare."""
+
+    @abstractmethod
+    def insight(self, data: Mapping[str, Any]) -> tuple[int, str]:
+        """High effort's one thought, and before which of the acts that cannot be spared it comes."""
 
     @abstractmethod
     def checks(self, data: Mapping[str, Any]) -> list[ToolCall]:
         """Calls that show the result."""
 
     def demonstrate(self, task: Task) -> list[Message]:
-        thinks = task.effort != "low"
-        out: list[Message] = []
-        for note, call in self.plan(task.data):
-            if thinks or not note.startswith("?"):
-                out.append(Message.assistant(reasoning=note.removeprefix("?") if thinks else "", calls=(call,)))
+        acts = self.plan(task.data)
         if task.effort == "max":
-            out += [Message.assistant(reasoning="check", calls=(call,)) for call in self.checks(task.data)]
-        return [*out, Message.assistant("done")]
+            acts = [(note.removeprefix("?"), call) for note, call in acts]
+            acts += [("check", call) for call in self.checks(task.data)]
+        else:
+            acts = [("", call) for note, call in acts if not note.startswith("?")]
+        if task.effort == "high":
+            at, thought = self.insight(task.data)
+            acts[at] = thought, acts[at][1]
+        return [*(Message.assistant(reasoning=note, calls=(call,)) for note, call in acts), Message.assistant("done")]
 
     def _problem(self, prompt: str, files: dict[str, str], end: dict[str, str], **data: Any) -> Problem:
         """Untouched files must survive: the expected state is the start, changed by `end`, less what is absent."""
@@ -98,6 +106,10 @@ class Find(Errand):
             acts[-1] = (f"?{word}?", read(holder))
         return [*acts, (f"{word} in {holder}", move(holder, data["target"]))]
 
+    def insight(self, data: Mapping[str, Any]) -> tuple[int, str]:
+        holder = next(name for name, text in sorted(data["start"].items()) if data["word"] in text)
+        return -1, f"in {holder}"
+
     def checks(self, data: Mapping[str, Any]) -> list[ToolCall]:
         return [read(data["target"])]
 
@@ -127,6 +139,9 @@ class Move(Errand):
     def plan(self, data: Mapping[str, Any]) -> list[Act]:
         return [("?list", look()), *((f"{a} to {b}", move(a, b)) for a, b in data["moves"])]
 
+    def insight(self, data: Mapping[str, Any]) -> tuple[int, str]:
+        return 0, ", ".join(f"{a} {b}" for a, b in data["moves"])
+
     def checks(self, data: Mapping[str, Any]) -> list[ToolCall]:
         return [look()]
 
@@ -148,6 +163,9 @@ class Edit(Errand):
     def plan(self, data: Mapping[str, Any]) -> list[Act]:
         name = data["name"]
         return [("read", read(name)), (f"{data['old']} is {data['new']}", write(name, data["files"][name]))]
+
+    def insight(self, data: Mapping[str, Any]) -> tuple[int, str]:
+        return -1, f"{data['start'][data['name']].split().index(data['old']) + 1} {data['new']}"
 
     def checks(self, data: Mapping[str, Any]) -> list[ToolCall]:
         return [read(data["name"])]
@@ -171,10 +189,16 @@ class Count(Errand):
         return self._problem(prompt, {name: text}, end, name=name, target=target, kind=kind)
 
     def plan(self, data: Mapping[str, Any]) -> list[Act]:
-        text = data["start"][data["name"]]
-        items = text.split() if data["kind"] == "words" else text.split("\n")
+        items = self._items(data)
         tally = " ".join(f"{i}{item[0]}" for i, item in enumerate(items, 1))
         return [("read", read(data["name"])), (tally, write(data["target"], str(len(items))))]
+
+    def insight(self, data: Mapping[str, Any]) -> tuple[int, str]:
+        return -1, " ".join(item[0] for item in self._items(data))
+
+    def _items(self, data: Mapping[str, Any]) -> list[str]:
+        text = data["start"][data["name"]]
+        return text.split() if data["kind"] == "words" else text.split("\n")
 
     def checks(self, data: Mapping[str, Any]) -> list[ToolCall]:
         return [read(data["target"])]
@@ -198,10 +222,17 @@ class Repair(Errand):
 
     def plan(self, data: Mapping[str, Any]) -> list[Act]:
         first, second = data["names"]
-        numbers = " ".join(data["start"][name] for name in data["names"]).split()
-        right = data["files"][data["total"]]
+        numbers = [n for name in data["names"] for n in self._numbers(data, name)]
+        sums = list(accumulate(numbers))
+        working = " ".join(f"{a}+{n}={b}" for a, n, b in zip(sums, numbers[1:], sums[1:], strict=False))
         acts: list[Act] = [("?see", read(data["total"])), ("read", read(first)), ("read", read(second))]
-        return [*acts, (f"{'+'.join(numbers)}={right}", write(data["total"], right))]
+        return [*acts, (working, write(data["total"], data["files"][data["total"]]))]
+
+    def insight(self, data: Mapping[str, Any]) -> tuple[int, str]:
+        return -1, " ".join(str(sum(self._numbers(data, name))) for name in data["names"])
+
+    def _numbers(self, data: Mapping[str, Any], name: str) -> list[int]:
+        return [int(n) for n in data["start"][name].split()]
 
     def checks(self, data: Mapping[str, Any]) -> list[ToolCall]:
         return [read(data["total"])]

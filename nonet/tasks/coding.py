@@ -1,6 +1,7 @@
 """Write one small Python function from a description of a few steps; hidden inputs decide.
 
-Efforts: low answers with the code; high first notes each step as an expression; max also works an example through.
+Efforts: low answers with the code; high first writes the expression of all steps but the last, from which the answer is
+one step away; max writes each step as an expression of its own, then works an example through.
 
 Invariant: every step changes the result on some hidden input, so an answer that leaves one out fails.
 Refuses: programs whose hidden inputs all give one value.
@@ -44,8 +45,9 @@ class Coding(Generated):
         return Problem(vocabulary.phrase(chain), {**data, **_solution(chain)})
 
     def demonstrate(self, task: Task) -> list[Message]:
-        reasoning = {"low": "", "high": task.data["steps"], "max": f"{task.data['steps']}; {task.data['example']}"}
-        return [Message.assistant(task.data["solution"], reasoning[task.effort])]
+        data = task.data
+        reasoning = {"low": "", "high": data["part"], "max": f"{data['steps']}; {data['example']}"}
+        return [Message.assistant(data["solution"], reasoning[task.effort])]
 
 
 def _solution(chain: list[Step]) -> dict[str, str]:
@@ -55,6 +57,7 @@ def _solution(chain: list[Step]) -> dict[str, str]:
     shown = " ".join(_plain(value) for value in after) if after else "no value"
     return {
         "solution": f"def f({variable}): return {vocabulary.expression(chain)}",
+        "part": vocabulary.expression(chain[:-1]),
         "steps": "; ".join(step.of(vocabulary.VARIABLES[step.takes], vocabulary.ATOM) for step in chain),
         "example": f"{_plain(example)}: {shown}",
     }

@@ -1,7 +1,8 @@
 """Small problems that are hard in one step and easy with scratch work: add, multiply, reverse, sort, count.
 
 Each demonstration writes as much as its effort allows: low answers at once; high writes one real intermediate result
-(column sums with carries, the sorted halves); max works every step out, lowest digit first.
+(column sums with carries, the halves sorted or reversed), from which the answer is one step away; max works every step
+out, lowest digit first.
 
 Invariant: at max effort no step needs more than single digits or one comparison, and the answer is a copy of what
 the scratch holds. Refuses: problems that copying would solve (a sorted word, a palindrome).
@@ -85,8 +86,11 @@ class Reverse(General):
                 return Problem(f"reverse {word}", {"word": word, "answer": word[::-1]})
 
     def work(self, data: Mapping[str, Any]) -> tuple[str, str]:
-        numbered = [f"{i}{letter}" for i, letter in enumerate(data["word"], 1)]
-        return " ".join(numbered), f"{' '.join(numbered)}; {' '.join(reversed(numbered))}"
+        word = data["word"]
+        middle = len(word) // 2
+        numbered = [f"{i}{letter}" for i, letter in enumerate(word, 1)]
+        halves = f"{word[:middle][::-1]} {word[middle:][::-1]}"
+        return halves, f"{' '.join(numbered)}; {' '.join(reversed(numbered))}"
 
 
 class Sort(General):

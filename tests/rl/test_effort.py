@@ -13,13 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from nonet.harness import load_spec
 from nonet.rl import RLConfig
 from nonet.rl.advantage import GroupMean
 from nonet.rl.budgets import BudgetConfig, Budgets, Measured
 from nonet.rl.effort import OVER, Effort, EffortConfig, Member, budgeted, judge
 from nonet.run import Run
 from nonet.tasks import load
-from nonet.types import Task, Trajectory
+from nonet.types import EFFORTS, Task, Trajectory
 
 LOW = {"low": (1.0, 1.0)}
 BUDGETS = Budgets([Measured("general.add/train/0", t, r) for t, r in ((8, 1.0), (12, 1.0), (4, 0.0))])  # mean 8
@@ -171,6 +172,16 @@ def test_a_level_that_is_mostly_over_budget_is_warned_of(effort):
     assert [r["trapped"] for r in effort.figures["effort"]] == [pytest.approx(2 / 3)]
     (sentence,) = effort.figures["effort_warnings"]
     assert sentence.startswith("agents:low: every attempt was over budget in 2 of 3 groups; ")
+
+
+@pytest.mark.parametrize("preset", ["terse", "plain"])
+def test_the_policy_is_told_its_level_and_nothing_else_differs(nano, preset):
+    prompts = {}
+    for level in EFFORTS:
+        setting = tiny.setting(nano, efforts=(level,), spec=load_spec(preset))
+        prompts[level] = nano.decode(setting.opener("train")(Trajectory("", 1, 0)).prompt())
+    assert len(set(prompts.values())) == 3
+    assert len({text.replace(level, "LEVEL", 1) for level, text in prompts.items()}) == 1
 
 
 # ---------------------------------------------------------------------- loop

@@ -9,6 +9,7 @@ import sys
 import pytest
 from attempts import errors, play_turns  # type: ignore[import-not-found]
 
+from nonet.harness import load_spec, render_assistant
 from nonet.tasks import list_sources, load, split_of
 from nonet.tasks.catalog import BUILT_IN
 from nonet.tasks.source import SPLITS, statement_of
@@ -135,16 +136,113 @@ def test_every_demonstration_scores_one(name: str, difficulty: int, split):
             assert not errors(transcript)
 
 
+def thoughts(turns: list[Message]) -> str:
+    return " ".join(turn.reasoning for turn in turns if turn.reasoning)
+
+
 @every_source
-def test_effort_sets_how_much_a_demonstration_writes(name: str):
-    source = load(name)
-    written = dict.fromkeys(EFFORTS, 0)
+@every_difficulty
+def test_each_effort_writes_more_than_the_one_below_at_every_single_task(name: str, difficulty: int):
+    source, spec = load(name, difficulty=difficulty), load_spec("terse")
     for index in range(60):
+        written: list[int] = []
         for effort in EFFORTS:
             turns = source.demonstrate(source.task("train", index, effort)) or []
-            written[effort] += sum(len(t.text) + len(t.reasoning) + 20 * len(t.calls) for t in turns)
-            assert effort != "low" or not any(turn.reasoning for turn in turns)
-    assert written["low"] < written["high"] < written["max"]
+            written.append(sum(len(render_assistant(turn, spec)) for turn in turns))
+            assert bool(thoughts(turns)) == (effort != "low")
+        assert written == sorted(set(written)), (written, index)
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_high_effort_acts_as_low_does_and_thinks_once(name: str):
+    source = load(name)
+    for index in range(40):
+        low, high = (source.demonstrate(source.task("train", index, effort)) or [] for effort in ("low", "high"))
+        assert [turn.calls for turn in low] == [turn.calls for turn in high]
+        assert sum(bool(turn.reasoning) for turn in high) == 1
+
+
+def high(name: str, index: int, difficulty: int = 1) -> tuple[Task, str]:
+    source = load(name, difficulty=difficulty)
+    task = source.task("train", index, "high")
+    return task, thoughts(source.demonstrate(task) or [])
+
+
+def columns(total: str, addends: list[str]) -> list[int]:
+    """Column sums with the carries that come in, lowest first."""
+    out, carry = list[int](), 0
+    for i in range(1, max(map(len, addends)) + 1):
+        out.append(carry + sum(int(a[-i]) for a in addends if len(a) >= i))
+        carry = out[-1] // 10
+    assert "".join(str(c % 10) for c in reversed(out)).lstrip("0") in total
+    return out
+
+
+every_index = pytest.mark.parametrize("index", range(30))
+
+
+@every_index
+def test_the_middle_level_writes_the_values_that_its_answer_follows_from(index: int):
+    """Each worked out here from the prompt alone."""
+    task, thought = high("general.add", index)
+    _, a, b = said(task).split()
+    assert [int(n) for n in thought.split()] == columns(task.data["answer"], [a, b])
+
+    task, thought = high("general.multiply", index)
+    a, b = sorted(map(int, said(task).split()[1:]), reverse=True)
+    assert [int(n) for n in thought.split()] == columns(task.data["answer"], [str(a)] * b)
+
+    task, thought = high("general.reverse", index)
+    first, second = thought.split()
+    assert (first[::-1] + second[::-1], second + first) == (said(task).split()[1], task.data["answer"])
+
+    task, thought = high("general.sort", index)
+    first, second = thought.split()
+    assert list(first) == sorted(first) and list(second) == sorted(second)
+    assert sorted(first + second) == sorted(said(task).split()[1])
+
+    task, thought = high("general.count", index)
+    assert thought.replace("none", "") == said(task).split()[1] * int(task.data["answer"])
+
+
+@every_index
+def test_the_middle_level_of_an_errand_writes_down_what_decides_it(index: int):
+    task, thought = high("agents.find", index)
+    assert task.sandbox is not None
+    assert said(task).split()[4] in task.sandbox.files[thought.removeprefix("in ")].split()
+
+    task, thought = high("agents.move", index, 2)
+    assert task.sandbox is not None
+    names = {name: text for name, text in task.sandbox.files.items()}
+    for step in thought.split(", "):
+        source, target = step.split()
+        names[target] = names.pop(source)
+    assert names == task.data["files"]
+
+    task, thought = high("agents.edit", index)
+    assert task.sandbox is not None
+    _, name, _, old, _, new = said(task).split()
+    where, word = thought.split()
+    assert (task.sandbox.files[name].split()[int(where) - 1], word) == (old, new)
+
+    task, thought = high("agents.count", index)
+    assert str(len(thought.split())) in task.data["files"].values()
+
+    task, thought = high("agents.repair", index, 3)
+    assert task.sandbox is not None
+    files = [task.sandbox.files[name] for name in said(task).split("sum of ")[1].split(" and ")]
+    assert [int(n) for n in thought.split()] == [sum(map(int, text.split())) for text in files]
+
+
+@pytest.mark.parametrize("name", CODING)
+@every_difficulty
+def test_the_middle_level_of_a_program_is_all_of_it_but_the_last_step(name: str, difficulty: int):
+    for index in range(20):
+        task, part = high(name, index, difficulty)
+        last = task.data["steps"].split("; ")[-1]
+        for (value,), expected in zip(task.data["inputs"], task.data["expected"], strict=True):
+            half = eval(part, dict.fromkeys(("x", "s", "xs"), value))
+            assert eval(last, dict.fromkeys(("x", "s", "xs"), half)) == expected
 
 
 @pytest.mark.parametrize("name", AGENTS)
