@@ -80,9 +80,10 @@ def relayed(out: Path, how: How, page: int) -> dict[str, Any]:
 
 
 def started(out: Path, vocab: int, how: How, page: int) -> Loop:
+    # Keys as wide as values: torch then trains a row of 66k tokens without its square of scores (35 GB).
     shape = ModelConfig(
         vocab_size=vocab, d_model=64, layers=4, d_ff=128, heads=2, kda_head_dim=16, decay_rank=8, q_lora_rank=16,
-        kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8,
+        kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=16,
     )  # fmt: skip
     model = initialise(Model(shape), 0)
     source, spec = load("general.add"), load_spec("plain")
