@@ -60,6 +60,19 @@ def run(
     run_recipe(recipe, out or Path("runs") / name)
 
 
+@app.command(hidden=True)
+def expert(
+    run_dir: Annotated[Path, typer.Argument(help="Run directory of a recipe with [experts].")],
+    cell: Annotated[str, typer.Argument(help="Which expert, e.g. coding-low.")],
+) -> None:
+    """Train one expert of a run: what its stage "experts" starts several of. Ends when its standard input does."""
+    from nonet.pipeline.experts import train_one
+    from nonet.pipeline.lanes import end_with_parent
+
+    end_with_parent()
+    train_one(run_dir, cell)
+
+
 @app.command()
 def check(
     recipes: Recipes,

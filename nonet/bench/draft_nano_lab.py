@@ -31,7 +31,7 @@ from nonet.pipeline.draft_play import ANSWERS_FROM, Policy
 from nonet.pipeline.draft_stage import captured, fit, policy_of
 from nonet.pipeline.recipe import OwnDraftTable, load_recipe
 from nonet.pipeline.runner import run_stages
-from nonet.pipeline.stages import STAGES
+from nonet.pipeline.stages import BEGIN
 from nonet.quant import QuantConfig
 from nonet.run import Run, write_atomic
 
@@ -75,7 +75,7 @@ def result(seed: int, cell: Cell) -> dict[str, Any]:
 def backbone(seed: int) -> Backbone:
     recipe = load_recipe([RECIPE], [f"run.seed={seed}", "run.threads=1"], quick=True)
     recipe = recipe.model_copy(update={"draft": OwnDraftTable()})  # the stage's own settings decide nothing here
-    c = Context(recipe, run_stages(recipe, FOLDER / f"backbone-{seed}", STAGES[:2]))
+    c = Context(recipe, run_stages(recipe, FOLDER / f"backbone-{seed}", BEGIN[:2]))
     return Backbone(seed, policy_of(c, hf.load(c.models("cold"))))
 
 

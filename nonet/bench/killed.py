@@ -28,7 +28,7 @@ from nonet.bench.qat import RECIPE
 from nonet.pipeline.context import Context
 from nonet.pipeline.recipe import OwnDraftTable, load_recipe
 from nonet.pipeline.runner import run_stages
-from nonet.pipeline.stages import STAGES
+from nonet.pipeline.stages import BEGIN
 from nonet.progress import progress
 from nonet.rl import park
 from nonet.run import Run
@@ -65,7 +65,7 @@ def measure(only: Sequence[str] = ()) -> dict[str, Any]:
 def started(out: Path) -> Path:
     """A small model that has seen a few worked answers, with its tokenizer."""
     recipe = load_recipe([RECIPE], SMALL, quick=True).model_copy(update={"draft": OwnDraftTable()})
-    return Context(recipe, run_stages(recipe, out, STAGES[:2])).models("cold")
+    return Context(recipe, run_stages(recipe, out, BEGIN[:2])).models("cold")
 
 
 def killed(model: Path, out: Path, steps: int, kills: int, seed: int = 20_260_801) -> Iterator[str]:

@@ -24,7 +24,7 @@ from nonet.ops.rng import stream_key, uniforms
 from nonet.pipeline.context import Context
 from nonet.pipeline.recipe import OwnDraftTable, load_recipe
 from nonet.pipeline.runner import run_stages
-from nonet.pipeline.stages import STAGES
+from nonet.pipeline.stages import BEGIN
 from nonet.protocols import Sandbox
 from nonet.rl import Loop, RLConfig
 from nonet.rl.evaluate import evaluate
@@ -121,7 +121,7 @@ def play(cell: Cell, run: Run) -> None:
 def started(seed: int) -> Context:
     recipe = load_recipe([RECIPE], [f"run.seed={seed}", "run.threads=1"], quick=True)
     recipe = recipe.model_copy(update={"draft": OwnDraftTable()})  # the draft's settings decide nothing here
-    return Context(recipe, run_stages(recipe, FOLDER / f"start-{seed}", STAGES[:2]))
+    return Context(recipe, run_stages(recipe, FOLDER / f"start-{seed}", BEGIN[:2]))
 
 
 def digits(task: Task, transcript: Sequence[Message], sandbox: Sandbox | None) -> float:

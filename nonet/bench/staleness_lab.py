@@ -29,7 +29,7 @@ from nonet.ops.rng import stream_key
 from nonet.pipeline.context import Context
 from nonet.pipeline.recipe import load_recipe
 from nonet.pipeline.runner import run_stages
-from nonet.pipeline.stages import STAGES
+from nonet.pipeline.stages import BEGIN
 from nonet.rl.advantage import GroupMean
 from nonet.rl.batch import pack
 from nonet.rl.config import RLConfig
@@ -202,7 +202,7 @@ class Nano:
 @lru_cache(maxsize=1)
 def backbone() -> Context:
     recipe = load_recipe([RECIPE], ["run.threads=1"], quick=True)
-    return Context(recipe, run_stages(recipe, FOLDER / "backbone", STAGES[:2]))
+    return Context(recipe, run_stages(recipe, FOLDER / "backbone", BEGIN[:2]))
 
 
 GAMES: dict[GameName, type[Toy] | type[Nano]] = {"toy": Toy, "nano": Nano}

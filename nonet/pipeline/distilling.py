@@ -11,7 +11,7 @@ report
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,10 @@ from nonet.chat import Tokenizer
 from nonet.config import build, merge, read
 from nonet.model import hf, peft
 from nonet.pipeline.context import Context
-from nonet.pipeline.recipe import Recipe
+from nonet.pipeline.recipe import Recipe, by_domain
 from nonet.pipeline.runner import print_table, run_stages
-from nonet.pipeline.stages import cold, eval_cold, evaluate_after, export, tokenizer, write_report
+from nonet.pipeline.stages import BEGIN, Stage, evaluate_after, write_report
+from nonet.rl.config import RLConfig
 from nonet.rl.distill import Cell, DistillConfig, Experts
 from nonet.rl.opd import distilling
 from nonet.rl.setting import Setting
@@ -46,7 +47,7 @@ def distill_recipe(
     """The recipe behind `nonet distill`. experts: "domain:effort=WHERE" each."""
     values: dict[str, Any] = {
         "start": {"model": str(student)},
-        "tasks": {"sources": {"tasks": tasks}, "reward": reward, "harness": harness},
+        "tasks": {"sources": by_domain(tasks), "reward": reward, "harness": harness},
         "rl": {"groups": 16, "samples": 4, "max_batch": 64, "lr": 1e-5, "micro_tokens": 2048, "save_every_s": 120.0},
         "distill": {"experts": named(experts)},
         "eval": {"prompts": eval_prompts},
@@ -128,22 +129,18 @@ def _check_loss(config: DistillConfig, teachers: Mapping[Cell, Teacher]) -> None
 
 def distill(c: Context) -> None:
     """models/cold, taught by the experts of [distill]."""
-    model, r = hf.load(c.models("cold")), c.recipe
-    experts = Experts.open(r.distill, r.rl.deterministic)
-    distilling(model, c.everything(), r.distill, experts, r.rl, c.run, r.run.seed).fit()
-    export(c, model, "distill")
+    teach(c, c.recipe.distill, c.recipe.rl)
+
+
+def teach(c: Context, config: DistillConfig, rl: RLConfig) -> None:
+    model, experts = hf.load(c.models("cold")), Experts.open(config, rl.deterministic)
+    distilling(model, c.everything(), config, experts, rl, c.run, c.recipe.run.seed).fit()
+    c.export(model, c.models("distill"))
 
 
 def eval_distill(c: Context) -> None:
     evaluate_after(c, "distill")
 
 
-STAGES: tuple[tuple[str, Callable[[Context], None]], ...] = (
-    ("tokenizer", tokenizer),
-    ("preflight", preflight),
-    ("cold", cold),
-    ("eval-cold", eval_cold),
-    ("distill", distill),
-    ("eval-distill", eval_distill),
-    ("report", write_report),
-)
+TAUGHT: tuple[Stage, ...] = (("distill", distill), ("eval-distill", eval_distill))
+STAGES: tuple[Stage, ...] = (BEGIN[0], ("preflight", preflight), *BEGIN[1:], *TAUGHT, ("report", write_report))

@@ -38,9 +38,9 @@ def draft(c: Context) -> None:
     table = c.recipe.draft
     if not table.prompts:
         return
-    model = hf.load(c.models("rl"))
+    model = hf.load(c.policy)
     policy = policy_of(c, model)
-    vocabulary = files.vocabulary_hash(c.models("rl"))
+    vocabulary = files.vocabulary_hash(c.policy)
     untouched = started(mtp_config(model.config, vocabulary, steps=table.train.unroll), model)
     tuned = _tuned(c, policy, untouched.config)
     for mode, temperature in MODES.items():
@@ -53,7 +53,7 @@ def draft(c: Context) -> None:
 
 
 def policy_of(c: Context, model: Model) -> Policy:
-    settings = {domain: c.setting(spec) for domain, spec in c.recipe.tasks.sources.items()}
+    settings = {domain: c.setting(domain) for domain in c.recipe.tasks.sources}
     return Policy(model, settings, c.recipe.rl.max_tokens, c.recipe.rl.max_batch)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -53,7 +52,8 @@ def end_with_parent() -> None:
     """For a job: exit at once when the process that started it is gone."""
 
     def wait() -> None:
-        sys.stdin.buffer.read()
+        while os.read(0, 1):  # not sys.stdin, whose lock a thread that waits would keep from the interpreter's end
+            continue
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from nonet.model import hf
 from nonet.model.config import ModelConfig
 from nonet.rl.config import RLConfig
 from nonet.rl.distill import DistillConfig
+from nonet.tasks import catalog
 from nonet.types import EFFORTS, UserError
 
 
@@ -46,6 +47,16 @@ class TasksTable(Config):
             if effort not in EFFORTS:
                 raise ValueError(f"{effort!r} is not an effort; use {', '.join(EFFORTS)}")
         return value
+
+
+class ExpertsTable(Config):
+    """One expert for each domain and effort, then one student of them all ([distill]), in place of one RL run over
+    everything. Those of the first of tasks.efforts start from the cold start, the others from their domain's first.
+    """
+
+    lanes: int = Field(default=2, ge=1)  # trained side by side, one thread each
+    later: dict[str, Any] = Field(default_factory=dict)  # what differs from [rl] for the efforts after the first
+    student: dict[str, Any] = Field(default_factory=dict)  # what differs from [rl] while the student is taught
 
 
 class OwnDraftTable(Config):
@@ -88,12 +99,17 @@ class Recipe(Config):
     tasks: TasksTable = Field(default_factory=TasksTable)
     cold: LMConfig | None = None  # absent: no cold start
     rl: RLConfig = Field(default_factory=RLConfig)
+    experts: ExpertsTable | None = None  # absent: one RL run over all domains and efforts
     distill: DistillConfig = Field(default_factory=DistillConfig)
     eval: EvalTable = Field(default_factory=EvalTable)
     draft: OwnDraftTable = Field(default_factory=OwnDraftTable)
     data: DataTable = Field(default_factory=DataTable)
     pretrain: PretrainConfig | None = None  # a recipe with this table is for `nonet pretrain`
     advice: AdviceTable = Field(default_factory=AdviceTable)
+
+    def rl_with(self, changes: Mapping[str, Any], where: str) -> RLConfig:
+        """[rl] with some of its values replaced."""
+        return build(RLConfig, merge(self.rl.model_dump(), changes), where)
 
     def model_config_for(self, vocab_size: int) -> ModelConfig:
         if "vocab_size" in self.model:
@@ -127,13 +143,21 @@ def checked(recipe: Recipe) -> Recipe:
     return recipe
 
 
+def by_domain(spec: str) -> dict[str, str]:
+    """A task spec taken apart by what its parts say of themselves: what `tasks.sources` is."""
+    out: dict[str, list[str]] = {}
+    for name in catalog.names(spec):
+        out.setdefault(catalog.load(name).domain, []).append(name)
+    return {domain: ",".join(names) for domain, names in out.items()}
+
+
 def single_job(
     model: Path, tasks: str, reward: str, harness: str, sft_steps: int, eval_prompts: int, overrides: Sequence[str]
 ) -> Recipe:
     """The recipe behind `nonet rl` and `nonet sft`: one model directory, one task spec, defaults for a real model."""
     values: dict[str, Any] = {
         "start": {"model": str(model)},
-        "tasks": {"sources": {"tasks": tasks}, "reward": reward, "harness": harness},
+        "tasks": {"sources": by_domain(tasks), "reward": reward, "harness": harness},
         "rl": {"groups": 8, "samples": 8, "max_batch": 64, "lr": 1e-5, "micro_tokens": 2048, "save_every_s": 120.0},
         "eval": {"prompts": eval_prompts},
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,28 +15,24 @@ from rich.table import Table
 from nonet.config import build
 from nonet.pipeline.context import Context
 from nonet.pipeline.recipe import Recipe
-from nonet.pipeline.stages import EVENTS, STAGES
+from nonet.pipeline.stages import EVENTS, Stage
 from nonet.run import Run, write_atomic
-from nonet.types import UserError
-
-
-def run_recipe(recipe: Recipe, out: Path, only: Sequence[str] = ()) -> None:
-    """Every stage (of `only`, if given) whose marker is missing; ends with the held-out table."""
-    if recipe.pretrain is not None:
-        raise UserError("[pretrain]: nonet run does not pretrain; use nonet pretrain, then start.model = its result")
-    run = run_stages(recipe, out, STAGES, only)
-    if (out / "report.html").exists():
-        print_table(run)
 
 
 def run_stages(
-    recipe: Recipe, out: Path, stages: Sequence[tuple[str, Callable[[Context], None]]], only: Sequence[str] = ()
+    recipe: Recipe,
+    out: Path,
+    stages: Sequence[Stage],
+    only: Sequence[str] = (),
+    part_of: Path | None = None,
 ) -> Run:
-    """The stages in order, each skipped when its marker exists. Returns the run directory they wrote to."""
+    """The stages in order, each skipped when its marker exists. Returns the run directory they wrote to.
+    part_of: the directory of the whole job, where `out` is one part of it.
+    """
     if recipe.run.threads:
         torch.set_num_threads(recipe.run.threads)
     run = Run(out, recipe.model_dump(mode="json"), lambda old: build(Recipe, old).model_dump(mode="json"))
-    context = Context(recipe, run)
+    context = Context(recipe, run, part_of)
     console = Console(stderr=True)
     for name, stage in stages:
         if only and name not in only:

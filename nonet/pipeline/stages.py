@@ -2,16 +2,15 @@
 
 tokenizer   models/start/tokenizer*.json      (a copy when the recipe starts from a model)
 cold        models/cold                       next-token + MTP training on demonstrations
-eval-cold   evals/cold-DOMAIN-MODE.json
-rl          models/rl
-eval-rl     evals/rl-DOMAIN-MODE.json, gains
+eval-cold   evals/cold-CELL-MODE.json          (cells.py)
+rl          models/rl                         (or experts, distill, eval-distill: experts.py, distilling.py)
+eval-rl     evals/rl-CELL-MODE.json, gains
 draft       models/draft                      the policy's own MTP layer made into a draft (draft_stage.py)
 sample, report
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,19 +22,17 @@ from nonet.lm.trainer import Row
 from nonet.lm.trainer import train as train_lm
 from nonet.model import Model, hf
 from nonet.model.init import initialise
+from nonet.pipeline.cells import cells_of, compare, measure
 from nonet.pipeline.context import Context
 from nonet.pipeline.draft_stage import draft
 from nonet.protocols import TaskSource
-from nonet.rl.evaluate import eval_event, evaluate, gain, rewards_by_task
+from nonet.rl.evaluate import evaluate
 from nonet.rl.loop import Loop
-from nonet.rl.record import trajectory_record
 from nonet.rl.setting import Setting, open_sandbox
-from nonet.run import write_atomic
 from nonet.types import UserError
 
 # Demonstrations come from train indices that RL never reaches, so its prompts are new to the policy.
 DEMONSTRATIONS_FROM = 10_000_000
-MODES = {"sampled": 1.0, "greedy": 0.0}
 
 
 def tokenizer(c: Context) -> None:
@@ -83,7 +80,7 @@ def cold(c: Context) -> None:
     model = start_model(c)
     if c.recipe.cold is not None:
         train_lm(model, demonstration_rows(c.everything()), c.recipe.cold, c.run, "cold")
-    export(c, model, "cold")
+    c.export(model, c.models("cold"))
 
 
 def start_model(c: Context) -> Model:
@@ -92,36 +89,15 @@ def start_model(c: Context) -> Model:
     return initialise(Model(c.recipe.model_config_for(c.tokenizer.vocab_size)), c.recipe.run.seed)
 
 
-def export(c: Context, model: Model, name: str) -> None:
-    hf.save(model, c.models(name))
-    hf.copy_tokenizer(c.models("start"), c.models(name))
-
-
-def _evaluate(c: Context, name: str) -> None:
-    model = hf.load(c.models(name))
-    folder = c.run.path / "evals"
-    folder.mkdir(exist_ok=True)
-    for domain, spec in c.recipe.tasks.sources.items():
-        setting = c.setting(spec)
-        for mode, temperature in MODES.items():
-            done = evaluate(
-                model, setting, range(c.recipe.eval.prompts), temperature, c.recipe.rl.max_tokens, c.recipe.rl.max_batch
-            )
-            write_atomic(folder / f"{name}-{domain}-{mode}.json", json.dumps(rewards_by_task(done)))
-            c.run.event("eval", stage=f"eval-{name}", domain=domain, source=spec, mode=mode, **eval_event(done))
-            records = [trajectory_record(t, setting.task("heldout", t.group), c.tokenizer, 0) for t in done[:6]]
-            c.run.write_trajectories(f"eval-{name}-{domain}-{mode}", records)
-
-
 def eval_cold(c: Context) -> None:
-    _evaluate(c, "cold")
+    measure(c, "cold", c.models("cold"), cells_of(c.recipe))
 
 
 def rl(c: Context) -> None:
     model = hf.load(c.models("cold"))
     loop = Loop(model, c.everything(), c.recipe.rl, c.run, c.recipe.run.seed)
     loop.fit()
-    export(c, model, "rl")
+    c.export(model, c.models("rl"))
     if loop.learner.lora is not None:
         loop.learner.lora.save(c.models("rl-adapter"), base=c.models("cold"))
 
@@ -132,23 +108,15 @@ def eval_rl(c: Context) -> None:
 
 def evaluate_after(c: Context, name: str) -> None:
     """Held-out reward of models/NAME, and its gains over the cold start, paired by prompt."""
-    _evaluate(c, name)
-    for domain in c.recipe.tasks.sources:
-        for mode in MODES:
-            before, after = (
-                json.loads((c.run.path / "evals" / f"{n}-{domain}-{mode}.json").read_text()) for n in ("cold", name)
-            )
-            e = gain(before, after)
-            c.run.event(
-                "gain", stage=f"eval-{name}", domain=domain, mode=mode, n=e.n, gain=e.mean, low=e.low, high=e.high
-            )
+    measure(c, name, c.models(name), cells_of(c.recipe))
+    compare(c, "cold", name, cells_of(c.recipe))
 
 
 def sample(c: Context) -> None:
     """A few greedy attempts of the final model at held-out tasks, as text."""
-    model = hf.load(c.models("rl"))
-    for spec in c.recipe.tasks.sources.values():
-        setting = c.setting(spec)
+    model = hf.load(c.policy)
+    for domain in c.recipe.tasks.sources:
+        setting = c.setting(domain)
         for t in evaluate(model, setting, range(2), 0.0, c.recipe.rl.max_tokens):
             prompt = c.tokenizer.decode(t.segments[0].tokens)
             text = c.tokenizer.decode([i for s in t.segments[1:] for i in s.tokens])
@@ -159,21 +127,16 @@ def write_report(c: Context) -> None:
     report.write(c.run.path)
 
 
-STAGES: tuple[tuple[str, Callable[[Context], None]], ...] = (
-    ("tokenizer", tokenizer),
-    ("cold", cold),
-    ("eval-cold", eval_cold),
-    ("rl", rl),
-    ("eval-rl", eval_rl),
-    ("draft", draft),
-    ("sample", sample),
-    ("report", write_report),
-)
+Stage = tuple[str, Callable[[Context], None]]
+BEGIN: tuple[Stage, ...] = (("tokenizer", tokenizer), ("cold", cold), ("eval-cold", eval_cold))
+ONE_RUN: tuple[Stage, ...] = (("rl", rl), ("eval-rl", eval_rl))
+END: tuple[Stage, ...] = (("draft", draft), ("sample", sample), ("report", write_report))
 
 # What a stage writes as a whole: when a killed one starts over, (kind, stage) it had already recorded is dropped.
 # Training stages continue from a checkpoint instead and drop only what came after it.
 EVENTS: dict[str, tuple[tuple[str, str | None], ...]] = {
     "eval-cold": (("eval", "eval-cold"),),
+    "experts": (("eval", "eval-expert"), ("gain", "eval-expert")),
     "eval-rl": (("eval", "eval-rl"), ("gain", "eval-rl")),
     "eval-distill": (("eval", "eval-distill"), ("gain", "eval-distill")),
     "draft": (("draft_measured", "draft"),),

@@ -10,7 +10,7 @@ Owns: generators, the split rule, verifiers. Refuses: running models; rendering;
 
 from nonet.tasks.catalog import SourceInfo, list_sources, load
 from nonet.tasks.rewards import REWARDS, load_reward
-from nonet.tasks.source import Generated, Mixture, Problem, Split, split_of
+from nonet.tasks.source import Generated, Mixture, Problem, Split, split_of, tagged
 
 __all__ = [
     "REWARDS",
@@ -23,4 +23,5 @@ __all__ = [
     "load",
     "load_reward",
     "split_of",
+    "tagged",
 ]

@@ -56,11 +56,16 @@ def load(spec: str, seed: int = 0, difficulty: int = 1) -> TaskSource:
     >>> load("general.add").task("train", 0).prompt[0].text.startswith("add ")
     True
     """
-    names = [part.strip() for part in SEPARATOR.split(spec) if part.strip()]
-    if not names:
+    sources = [_one(name, seed, difficulty) for name in names(spec)]
+    return sources[0] if len(sources) == 1 else Mixture(",".join(names(spec)), sources)
+
+
+def names(spec: str) -> list[str]:
+    """The parts of a spec."""
+    found = [part.strip() for part in SEPARATOR.split(spec) if part.strip()]
+    if not found:
         raise UserError("--tasks: is empty; try general, agents, coding, gym:NAME, pkg.module:attribute or FILE.jsonl")
-    sources = [_one(name, seed, difficulty) for name in names]
-    return sources[0] if len(sources) == 1 else Mixture(",".join(names), sources)
+    return found
 
 
 def _one(name: str, seed: int, difficulty: int) -> TaskSource:

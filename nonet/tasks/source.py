@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from random import Random
 from typing import Any, Literal, get_args
@@ -143,3 +143,23 @@ class Mixture:
                 yield from source.members()
             else:
                 yield source
+
+
+class Tagged:
+    """A source whose tasks carry the name of another domain."""
+
+    def __init__(self, source: TaskSource, domain: str):
+        self.source, self.name, self.domain = source, source.name, domain
+
+    def task(self, split: Split, index: int, effort: str = "max") -> Task:
+        return replace(self.source.task(split, index, effort), domain=self.domain)
+
+    def demonstrate(self, task: Task) -> list[Message] | None:
+        return self.source.demonstrate(task)
+
+
+def tagged(source: TaskSource, domain: str) -> TaskSource:
+    """The same tasks, of a domain by this name."""
+    if isinstance(source, Mixture):
+        return Mixture(source.name, [tagged(s, domain) for s in source.sources])
+    return source if source.domain == domain else Tagged(source, domain)

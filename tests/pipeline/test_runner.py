@@ -12,10 +12,11 @@ import torch
 from nonet.model import hf
 from nonet.pipeline import load_recipe, run_recipe
 from nonet.pipeline.runner import start_over
-from nonet.pipeline.stages import STAGES
+from nonet.pipeline.stages import BEGIN, END, ONE_RUN
 from nonet.run import Run
 from nonet.types import UserError
 
+STAGES = (*BEGIN, *ONE_RUN, *END)
 TOY = """
 [run]
 threads = 1

@@ -1,0 +1,98 @@
+"""Experts of two domains and two efforts, one student of them all, at toy size; killed and started again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from test_runner import TOY
+
+from nonet.model import hf
+from nonet.pipeline import load_recipe, run_recipe
+from nonet.pipeline.cells import cells_of
+from nonet.pipeline.experts import train_one
+from nonet.pipeline.main_job import NINE, stages_of
+from nonet.run import Run
+from nonet.types import UserError
+
+NINE_TOY = (
+    TOY.replace('efforts = ["low"]', 'efforts = ["max", "low"]')
+    + """
+[experts]
+later = { steps = 2 }
+student = { steps = 2 }
+"""
+)
+CELLS = ["general-max", "agents-max", "general-low", "agents-low"]
+
+
+@pytest.fixture(scope="module")
+def recipe_file(tmp_path_factory) -> Path:
+    file = tmp_path_factory.mktemp("recipe") / "nine.toml"
+    file.write_text(NINE_TOY)
+    return file
+
+
+@pytest.fixture(scope="module")
+def finished(recipe_file, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("run") / "nine"
+    run_recipe(load_recipe([recipe_file]), out)
+    return out
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return hf.load(folder).state_dict()
+
+
+def test_every_cell_has_an_expert_that_began_where_it_should(recipe_file, finished):
+    recipe = load_recipe([recipe_file])
+    assert [c.name for c in cells_of(recipe)] == CELLS and NINE[0] in stages_of(recipe)
+    for name in CELLS:
+        run = Run(finished / "experts" / name)
+        assert len(list(run.events("rl_step"))) == (3 if name.endswith("max") else 2)
+        kept = run.path / "trajectories" / "step-000001.jsonl"
+        efforts = {json.loads(line)["effort"] for line in kept.read_text().splitlines()} if kept.exists() else set()
+        assert efforts <= {name.rpartition("-")[2]}
+    cold = weights(finished / "models" / "cold")
+    assert set(cold) == set(weights(finished / "experts" / "general-low" / "model"))
+
+
+def test_experts_and_student_are_measured_on_every_cell(finished):
+    run = Run(finished)
+    for stage in ("eval-cold", "eval-expert", "eval-distill"):
+        assert [(e["domain"], e["mode"]) for e in run.events("eval") if e["stage"] == stage] == [
+            (name, mode) for name in CELLS for mode in ("sampled", "greedy")
+        ]
+    assert {(e["stage"], e["domain"]) for e in run.events("gain")} == {
+        (stage, name) for stage in ("eval-expert", "eval-distill") for name in CELLS
+    }
+    assert len([e for e in run.events("rl_step")]) == 2  # the student's
+
+
+def test_killed_among_the_experts_it_ends_with_the_same_student(recipe_file, finished, tmp_path):
+    out = tmp_path / "killed"
+    command = [sys.executable, "-m", "nonet.cli", "run", str(recipe_file), "--out", str(out)]
+    job = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 200
+    while not list((out / "experts").glob("*/checkpoints/rl-*")):
+        assert job.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    job.send_signal(signal.SIGKILL)
+    job.wait()
+    run_recipe(load_recipe([recipe_file]), out)
+    one, other = (weights(folder / "models" / "distill") for folder in (finished, out))
+    assert all(torch.equal(one[n], other[n]) for n in one)
+    events = [(e["stage"], e["domain"], e["mode"]) for e in Run(out).events("eval")]
+    assert len(events) == len(set(events))
+
+
+def test_an_unknown_expert_is_named(finished):
+    with pytest.raises(UserError, match=r"expert 'general-high': .* has none of this name"):
+        train_one(finished, "general-high")
