@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from nonet.report import svg
 from nonet.report.figures import Panel
-from nonet.report.read import Event, Points, RunLog, latest_by, number, text
+from nonet.report.read import Event, Points, RunLog, latest_by, number, table, text
 
 DRAFTS = ("untouched", "tuned")
 MOST_ROWS = 40
@@ -46,8 +45,8 @@ def acceptance(log: RunLog) -> Acceptance:
 
 
 def _row(e: Event) -> Row:
-    tasks = number(_table(e, "tuned"), "requests")
-    shown = [_spread(_table(e, name), "length", "") for name in DRAFTS] + [_spread(_table(e, "factor"), "ratio", "×")]
+    tasks = number(table(e, "tuned"), "requests")
+    shown = [_spread(table(e, name), "length", "") for name in DRAFTS] + [_spread(table(e, "factor"), "ratio", "×")]
     return Row(text(e, "domain"), text(e, "mode"), "" if tasks is None else f"{tasks:,.0f}", text(e, "tokens"), shown)
 
 
@@ -57,7 +56,7 @@ def _panels(found: Sequence[Event]) -> list[Panel]:
         f"{name}, {text(e, 'mode')}": points
         for e in found
         for name in DRAFTS
-        if text(e, "domain") == "all" and (points := _positions(_table(e, name)))
+        if text(e, "domain") == "all" and (points := _positions(table(e, name)))
     }
     if not curves:
         return []
@@ -74,11 +73,6 @@ def _positions(f: Event) -> Points:
         return []
     numbered = ((float(k), number({"share": share}, "share")) for k, share in enumerate(shares[:64], 1))
     return [(k, share) for k, share in numbered if share is not None]
-
-
-def _table(e: Event, key: str) -> dict[str, Any]:
-    value = e.get(key)
-    return value if isinstance(value, dict) else {}
 
 
 def _spread(f: Event, key: str, unit: str) -> tuple[str, str]:

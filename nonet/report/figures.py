@@ -39,8 +39,8 @@ def _span(points: Points) -> str:
     return f"{scale.short(y0)} at step {x0:.0f}, {scale.short(y1)} at step {x1:.0f}"
 
 
-def _curves(title: str, note: str, named: Sequence[tuple[str, Points]], zero: bool = False) -> list[Panel]:
-    """Raw lines (faint) under their moving means; no panel when there are no points."""
+def curves(title: str, note: str, named: Sequence[tuple[str, Points]], zero: bool = False) -> list[Panel]:
+    """Raw lines (faint; not of more than three) under their moving means; no panel when there are no points."""
     named = [(name, points) for name, points in named if points][: len(COLOURS)]
     if not named:
         return []
@@ -48,10 +48,12 @@ def _curves(title: str, note: str, named: Sequence[tuple[str, Points]], zero: bo
     window = 0
     for (_, points), css in zip(named, COLOURS, strict=False):
         mean, window = scale.smooth(points)
-        drawn += [svg.Line(points, css, faint=True), svg.Line(mean, css)]
+        drawn += [svg.Line(points, css, faint=True)] * (len(named) <= 3) + [svg.Line(mean, css)]
     label = f"{title}. " + "; ".join(f"{name} {_span(points)}".strip() for name, points in named)
     if len(named[0][1]) > 1:
-        note += f" Bold: mean of {window} points; faint: every point."
+        note += (
+            f" Bold: mean of {window} points; faint: every point." if len(named) <= 3 else f" Mean of {window} points."
+        )
     legend = tuple((css, name) for (name, _), css in zip(named, COLOURS, strict=False)) if len(named) > 1 else ()
     return [Panel(title, svg.lines(drawn, label, zero=zero), note, legend)]
 
@@ -63,9 +65,9 @@ def cold_panels(steps: list[Event]) -> list[Panel]:
     """Loss (next token and MTP), the same loss over the second half, and the learning rate."""
     losses = [("next token", series(steps, "loss")), ("MTP", series(steps, "mtp_loss"))]
     late = [(name, points[len(points) // 2 :]) for name, points in losses]
-    out = _curves("Loss, nats per token", "Lower is better; the start dominates the scale.", losses)
+    out = curves("Loss, nats per token", "Lower is better; the start dominates the scale.", losses)
     if len(losses[0][1]) >= 8:
-        out += _curves("Loss, second half", "The same curves on their own scale, to see whether they are flat.", late)
+        out += curves("Loss, second half", "The same curves on their own scale, to see whether they are flat.", late)
     if rate := series(steps, "lr"):
         chart = svg.lines([svg.Line(rate, "s1")], f"Learning rate: {_span(rate)}", zero=True)
         out.append(Panel("Learning rate", chart, "The schedule that was followed."))
@@ -83,8 +85,12 @@ def rl_panels(steps: list[Event]) -> list[Panel]:
         *_ratio(steps),
         *_one(steps, "masked", "Masked share of tokens", _MASKED),
         *_one(steps, "kl", "KL to the behaviour policy", _KL, zero=False),
-        *_curves("Dead-group share", _DEAD, [("", ratio(steps, "dead_groups", "groups"))], zero=True),
-        *_curves("Parked and stale share", _PARKED, _waiting(steps), zero=True),
+        *_one(steps, "opd_kl", "KL to the teachers", _TAUGHT, zero=False),
+        *_one(
+            steps, "opd_clipped", "Teacher rewards clipped", "Share of tokens whose log-ratio to the teacher was cut."
+        ),
+        *curves("Dead-group share", _DEAD, [("", ratio(steps, "dead_groups", "groups"))], zero=True),
+        *curves("Parked and stale share", _PARKED, _waiting(steps), zero=True),
         *_time(steps),
         *_one(steps, "grad_norm", "Gradient norm", "Before clipping; isolated spikes are common."),
     ]
@@ -95,6 +101,7 @@ _MASKED = "Tokens whose probability ratio left the allowed window and gave no gr
 _KL = (
     "The k1 estimate, nats per token: how far the update is from the policy that wrote the tokens. It can be negative."
 )
+_TAUGHT = "Mean log-ratio of student to teacher over the student's own tokens, nats: an estimate of the reverse KL."
 _DEAD = "Groups whose samples all had the same reward, over all groups of the step; they carry no gradient."
 _PARKED = (
     "Parked: active trajectories set aside unfinished at the end of the step. "
@@ -103,7 +110,7 @@ _PARKED = (
 
 
 def _one(steps: list[Event], key: str, title: str, note: str, zero: bool = True) -> list[Panel]:
-    return _curves(title, note, [("", series(steps, key))], zero)
+    return curves(title, note, [("", series(steps, key))], zero)
 
 
 def _waiting(steps: list[Event]) -> list[tuple[str, Points]]:
@@ -116,8 +123,8 @@ def _reward(steps: list[Event]) -> list[Panel]:
     names = sorted({key for e in steps for key in e if key.startswith(prefix)})
     by_domain = [(text({"d": key.removeprefix(prefix)}, "d"), series(steps, key)) for key in names]
     return [
-        *_curves("Reward, all domains", note, [("", series(steps, "reward"))]),
-        *_curves("Reward by domain", "The same, each domain by itself.", by_domain),
+        *curves("Reward, all domains", note, [("", series(steps, "reward"))]),
+        *curves("Reward by domain", "The same, each domain by itself.", by_domain),
     ]
 
 
@@ -210,7 +217,7 @@ def version_panels(found: Scan) -> list[Panel]:
         by_step.setdefault(s.step or 0, []).append(s.versions > 1)
     relay = [(float(step), sum(v) / len(v)) for step, v in sorted(by_step.items())]
     note = "Share of the step's trajectories that more than one version wrote."
-    return out + _curves("Relayed trajectories", note, [("", relay)], zero=True)
+    return out + curves("Relayed trajectories", note, [("", relay)], zero=True)
 
 
 def _shares(counts: Counter[int], start: int, label: str, x_name: str) -> Markup:

@@ -19,7 +19,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
-from nonet.report import figures, trajectories, viewer
+from nonet.report import figures, levels, staleness, trajectories, viewer
 from nonet.report.acceptance import acceptance
 from nonet.report.headline import headline
 from nonet.report.read import STAGES, Event, RunLog, latest_by, number, printable, read_run, text, without_paths
@@ -76,6 +76,7 @@ def _head(log: RunLog) -> dict[str, Any]:
         "bad_events": log.bad_lines,
         "headline": result,
         "forest": figures.interval_panel(result.gains),
+        "kept": levels.kept(log),
     }
 
 
@@ -90,6 +91,10 @@ def _training(log: RunLog, found: trajectories.Scan) -> dict[str, Any]:
         "rl": figures.rl_panels(rl),
         "rl_steps": len(rl),
         "rl_missing": log.why_missing("rl", "RL steps"),
+        "ages": staleness.age_panels(rl),
+        "bias": staleness.bias_panels(rl),
+        "effort": levels.effort_panels(rl),
+        "effort_warnings": levels.effort_warnings(rl),
         "lengths": figures.length_panels(found),
         "first": _steps(first),
         "last": _steps(last),

@@ -122,6 +122,18 @@ def text(record: Event | None, key: str, default: str = "") -> str:
     return str(value)[:200] if isinstance(value, int | float) and not isinstance(value, bool) else default
 
 
+def table(record: Event | None, key: str) -> Event:
+    """An object field; empty where there is none."""
+    value = record.get(key) if record else None
+    return value if isinstance(value, dict) else {}
+
+
+def rows(record: Event | None, key: str, most: int = 200) -> list[Event]:
+    """The objects of a list field."""
+    value = record.get(key) if record else None
+    return [row for row in value[:most] if isinstance(row, dict)] if isinstance(value, list) else []
+
+
 def printable(value: str, limit: int = 200) -> str:
     """One line without control characters, for labels."""
     clean = "".join(c if c.isprintable() else " " for c in value[:limit])

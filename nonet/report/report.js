@@ -12,6 +12,7 @@
   const AUTHOR = { p: "prompt", m: "policy", t: "tool" };
   const filters = {
     domain: { any: "all domains", of: (t) => t.domain, name: (v) => v },
+    effort: { any: "any effort", of: (t) => t.effort, name: (v) => v || "none" },
     reward: { any: "any reward", of: grade, name: (v) => v },
     versions: { any: "any number", of: (t) => String(t.versions), name: (v) => (v === "1" ? "1 version" : v + " versions") },
     where: { any: "all steps", of: (t) => t.where, name: (v) => v },
@@ -35,7 +36,7 @@
     select.addEventListener("change", () => list(true));
   }
 
-  const reward = (t) => (t.reward === null ? "not scored" : "reward " + t.reward);
+  const reward = (t) => (t.reward === null ? "not scored" : "reward " + String(t.reward).replace("-", "\u2212"));
   const count = (n, word) => n.toLocaleString("en") + " " + word + (n === 1 ? "" : "s");
 
   function list(choose) {
@@ -73,20 +74,19 @@
     current = t;
     place = -1;
     at("task").textContent = t.task;
-    const facts = [t.where, t.id, t.domain, t.effort && "effort " + t.effort, reward(t), t.status, t.stop && "stopped by: " + t.stop,
+    const facts = [t.where, t.id, t.domain, t.effort && "effort " + t.effort, reward(t) + parts(t),
+      t.trained === null ? "" : t.trained ? "trained" : "not trained", t.status, t.stop && "stopped by: " + t.stop,
       count(t.policy, "policy token"), t.harness && "harness " + t.harness];
     at("facts").textContent = facts.filter(Boolean).join(" \u00b7 ");
-    const versions = [...new Set(t.s.filter((s) => s[0] === "m").map((s) => s[1]))].sort((a, b) => a - b);
-    const hue = (v) => "var(--v" + (versions.indexOf(v) % 8) + ")";
-    legend(t, versions, hue);
     const nodes = [];
-    for (const [author, version, pieces, logprobs] of t.s) {
+    const value = (column, i) => (Array.isArray(column) ? column[i] : column) ?? null;
+    for (const [author, version, pieces, ...columns] of t.s) {
       nodes.push(make("span", "tag", author === "m" ? "v" + version : AUTHOR[author]));
       pieces.forEach((piece, i) => {
         const node = make("span", "tok " + author);
-        if (author === "m") node.style.setProperty("--v", hue(version));
         node.append(...glyphs(piece));
-        node.about = { author, version, piece, logprob: logprobs[i] };
+        const [logprob, advantage, ratio] = columns.map((column) => value(column, i));
+        node.about = { author, version, piece, logprob, advantage, ratio };
         nodes.push(node);
       });
     }
@@ -95,15 +95,46 @@
     at("tokens").replaceChildren(...nodes);
     at("tokens").scrollTop = 0;
     at("about").textContent = "Choose a token to see who wrote it and its log-prob.";
+    shade();
     mark();
   }
 
-  function legend(t, versions, hue) {
-    const rows = ["p", "t"].filter((a) => t.s.some((s) => s[0] === a)).map((a) => [a, AUTHOR[a], ""]);
-    for (const v of versions) rows.push(["m", "policy version " + v, hue(v)]);
-    at("authors").replaceChildren(...rows.map(([css, label, v]) => {
-      const item = make("li"), swatch = make("span", "swatch " + css);
-      if (v) swatch.style.setProperty("--v", v);
+  // A reward that is not simply its one part is spelled out.
+  const parts = (t) => (t.rewards.length > 1 || (t.rewards[0] && t.rewards[0][0] === "over_budget")
+    ? " (" + t.rewards.map(([name, v]) => name + " " + signed(v)).join(", ") + ")" : "");
+  const signed = (x) => (x > 0 ? "+" : "") + String(Math.round(x * 1000) / 1000).replace("-", "\u2212");
+
+  // What policy tokens are shaded by: a hue, a strength from 0 to 1 (null: the plain tint), rows of the legend.
+  const SHADES = {
+    version: { name: "policy version" },
+    logprob: { name: "log-prob", full: 5, rows: [["unlikely when sampled", 1]] },
+    advantage: { name: "advantage", full: 0, rows: [["advantage above zero", 0], ["below zero", 1]] },
+    ratio: { name: "teacher log-ratio", full: 3, rows: [["teacher finds it likelier than the student", 0], ["less likely", 1]] },
+  };
+
+  function shade() {
+    const policy = tokens.filter((node) => node.about.author === "m");
+    const has = (key) => key === "version" || policy.some((node) => node.about[key] !== null);
+    for (const option of at("f-shade").options) option.disabled = !has(option.value);
+    const wanted = at("f-shade").value, key = has(wanted) ? wanted : "version", { full, rows } = SHADES[key];
+    const versions = [...new Set(policy.map((node) => node.about.version))].sort((a, b) => a - b);
+    const most = full || Math.max(1e-9, ...policy.map((node) => Math.abs(node.about[key] ?? 0)));
+    for (const node of policy) {
+      const x = key === "version" ? null : node.about[key] ?? 0;
+      const hue = x === null ? versions.indexOf(node.about.version) % 8 : x < 0 ? 1 : 0;
+      node.style.setProperty("--v", "var(--v" + hue + ")");
+      if (x === null) node.style.removeProperty("--tint");
+      else node.style.setProperty("--tint", String(0.55 * Math.min(1, Math.abs(x) / most)));
+      node.classList.toggle("bare", x !== null);
+    }
+    legend(rows ?? versions.map((v) => ["policy version " + v, versions.indexOf(v) % 8]));
+  }
+
+  function legend(hues) {
+    const rows = ["p", "t"].filter((a) => current.s.some((s) => s[0] === a)).map((a) => [AUTHOR[a], null, a]);
+    at("authors").replaceChildren(...[...rows, ...hues].map(([label, hue, css]) => {
+      const item = make("li"), swatch = make("span", "swatch " + (css ?? "m"));
+      if (hue !== null) swatch.style.setProperty("--v", "var(--v" + hue + ")");
       item.append(swatch, label);
       return item;
     }));
@@ -134,14 +165,17 @@
     if (tokens[place]) tokens[place].classList.remove("now");
     place = tokens.indexOf(node);
     node.classList.add("now");
-    const { author, version, piece, logprob } = node.about;
+    const { author, version, piece, logprob, advantage, ratio } = node.about;
     const words = ["token " + (place + 1) + " of " + tokens.length, JSON.stringify([...piece].map((c) => (c !== "\n" && c !== "\t" && ODD.test(c) ? spelled(c)[0] : c)).join("")),
       author === "m" ? "policy version " + version : AUTHOR[author]];
     if (author === "m") {
       words.push(typeof logprob === "number"
         ? "log-prob " + logprob.toFixed(3).replace("-", "\u2212") + " (probability " + Math.exp(logprob).toPrecision(3) + ")"
         : "no log-prob recorded");
-    }
+      if (typeof advantage === "number") words.push("in the loss, advantage " + signed(advantage));
+      else if (current.trained === false) words.push("not in the loss");
+      if (typeof ratio === "number") words.push("teacher log-ratio " + signed(ratio));
+    } else if (current.trained !== null) words.push("not in the loss");
     at("about").textContent = words.join(" \u00b7 ");
   }
 
@@ -161,6 +195,8 @@
   at("next").addEventListener("click", () => turn(1));
 
   Object.keys(filters).forEach(fill);
+  for (const [key, { name }] of Object.entries(SHADES)) at("f-shade").append(new Option(name, key));
+  at("f-shade").addEventListener("change", shade);
   at("viewer").hidden = false;
   current = all.reduce((best, t) => (t.versions > best.versions ? t : best));
   list(true);

@@ -27,6 +27,8 @@ class Line:
     css: str
     faint: bool = False
     """Raw data behind a smoothed line."""
+    dashed: bool = False
+    """A limit beside what was measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,21 @@ def bars(values: Sequence[tuple[str, float, str]], label: str, x_name: str) -> M
     return _svg(body, label)
 
 
+def pairs(values: Sequence[tuple[str, float, float]], label: str, x_name: str) -> Markup:
+    """Two shares side by side for each name, the first muted; few or short names fit."""
+    top = max((v for _, a, b in values for v in (a, b)), default=1.0) or 1.0
+    frame = Frame((0, max(len(values), 1)), (0, top * 1.08))
+    body = [_y_axis(frame, percent), _x_name(x_name)]
+    floor = frame.py(0)
+    for i, (name, *both) in enumerate(values):
+        for value, left, right, css in zip(both, (0.14, 0.5), (0.5, 0.86), ("pair muted", "pair s1"), strict=True):
+            x0, x1 = frame.px(i + left), frame.px(i + right)
+            body.append(f'<path class="{css}" d="M{x0} {floor}V{frame.py(value)}H{x1}V{floor}Z"/>')
+        body.append(f'<text class="mid" x="{frame.px(i + 0.5)}" y="{HEIGHT - BOTTOM + 14}">{escape(name)}</text>')
+    body.append(f'<path class="axis" d="M{LEFT} {floor}H{WIDTH - RIGHT}"/>')
+    return _svg(body, label)
+
+
 def outlines(edges: Sequence[float], shares: Sequence[tuple[Sequence[float], str]], label: str, x_name: str) -> Markup:
     """Histograms over the same bins, drawn as steps: the first filled, the others outlined."""
     top = max((v for s, _ in shares for v in s), default=1.0) or 1.0
@@ -181,7 +198,7 @@ def _svg(body: Iterable[str], label: str, height: int = HEIGHT) -> Markup:
 
 def _line(frame: Frame, curve: Line) -> str:
     points = thin(curve.points)
-    css = f"line {curve.css}{' faint' if curve.faint else ''}"
+    css = f"line {curve.css}{' faint' if curve.faint else ''}{' dashed' if curve.dashed else ''}"
     if len(points) == 1:
         (x, y) = points[0]
         return f'<circle class="point {curve.css}" cx="{frame.px(x)}" cy="{frame.py(y)}" r="3"/>'

@@ -13,20 +13,25 @@ from typing import Any
 
 from markupsafe import Markup
 
-from nonet.report.read import number, text
+from nonet.report.read import number, printable, table, text
 from nonet.report.trajectories import Summary, load
 
 BUDGET = 1_300_000
 MOST_TOKENS = 1500
 _AUTHORS = {"prompt": "p", "policy": "m", "tool": "t"}
+_COLUMNS = ("logprobs", "advantage", "teacher_log_ratio")
 _UNSAFE = {ord("<"): "\\u003c", ord(">"): "\\u003e", ord("&"): "\\u0026"}
 
 
 def embed(chosen: Iterable[Summary]) -> tuple[Markup, int]:
     """A JSON list of trajectories and how many it holds.
 
-    Each: {id, task, domain, effort, reward, status, stop, harness, where, versions, policy, cut,
-    s: [[author p|m|t, version, [piece, ...], [log-prob or null, ...]], ...]}
+    Each: {id, task, domain, effort, reward, rewards: [[name, value], ...], status, stop, harness, where, versions,
+    policy, trained: true, false or null where it is not known, cut,
+    s: [[author p|m|t, version, [piece, ...], log-probs, advantages, teacher's log-ratios], ...]}
+
+    The last three, of policy segments alone: a list of a number or null for each piece; one number where all are equal;
+    null where none is recorded.
     """
     kept: list[str] = []
     room = BUDGET
@@ -53,12 +58,14 @@ def _compact(summary: Summary, record: dict[str, Any]) -> dict[str, Any]:
         "domain": summary.domain,
         "effort": text(record, "effort"),
         "reward": None if summary.reward is None else round(summary.reward, 4),
+        "rewards": _rewards(record),
         "status": text(record, "status"),
         "stop": text(record, "stop_reason"),
         "harness": text(record, "harness"),
         "where": summary.where,
         "versions": summary.versions,
         "policy": summary.policy_tokens,
+        "trained": trained if isinstance(trained := record.get("trained"), bool) else None,
         "cut": cut,
         "s": segments,
     }
@@ -75,8 +82,16 @@ def _segments(record: dict[str, Any]) -> tuple[list[list[Any]], int]:
             continue
         author = _AUTHORS.get(str(s.get("author")), "t")
         version = int(number(s, "version") or 0)
-        out.append([author, version, [_piece(p) for p in pieces], _logprobs(s, len(pieces)) if author == "m" else []])
+        columns = [_column(s, name, len(pieces)) for name in _COLUMNS] if author == "m" else []
+        out.append([author, version, [_piece(p) for p in pieces], *columns])
     return out, cut
+
+
+def _rewards(record: dict[str, Any]) -> list[tuple[str, float]]:
+    """What the reward is the sum of."""
+    parts = table(record, "rewards")
+    named = [(printable(name, 40), number(parts, name)) for name in list(parts)[:8]]
+    return [(name, round(value, 4)) for name, value in named if value is not None]
 
 
 def _piece(piece: Any) -> str:
@@ -84,8 +99,9 @@ def _piece(piece: Any) -> str:
     return written if len(written) <= 80 else written[:79] + "…"
 
 
-def _logprobs(segment: dict[str, Any], count: int) -> list[float | None]:
-    given = segment.get("logprobs")
+def _column(segment: dict[str, Any], name: str, count: int) -> list[float | None] | float | None:
+    given = segment.get(name)
     values = given[:count] if isinstance(given, list) else []
     numbers = [number({"v": v}, "v") for v in values] + [None] * (count - len(values))
-    return [None if n is None else round(n, 3) for n in numbers]
+    rounded = [None if n is None else round(n, 3) for n in numbers]
+    return rounded if len(set(rounded)) > 1 else rounded[0]

@@ -12,7 +12,7 @@ from nonet.types import Task, Trajectory
 def trajectory_record(
     t: Trajectory, task: Task, tokenizer: Tokenizer, step: int, columns: Mapping[str, Sequence[float]] | None = None
 ) -> dict[str, Any]:
-    """columns: by name, a value for each policy token ("advantage", where it was trained; what a credit explains)."""
+    """columns: by name, a value for each policy token: "advantage", if it was trained; what its credit explains."""
     written, segments = 0, []
     for s in t.segments:
         segment: dict[str, Any] = {
@@ -31,4 +31,5 @@ def trajectory_record(
         "id": t.id, "task_id": t.task_id, "group": t.group, "sample": t.sample, "domain": task.domain,
         "effort": task.effort, "reward": t.reward, "rewards": t.rewards, "status": t.status,
         "stop_reason": t.stop_reason, "harness": t.harness, "step": step, "segments": segments,
+        **({} if columns is None else {"trained": "advantage" in columns}),
     }  # fmt: skip

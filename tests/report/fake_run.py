@@ -35,7 +35,7 @@ def write_run(path: Path, *, cold: int = 90, steps: int = 120, per_step: int = 2
     path.mkdir(parents=True, exist_ok=True)
     (path / "resolved.json").write_text(json.dumps(_settings()))
     events = [*_cold(rng, cold), *_evals(rng, "eval-cold", 0.0), *_rl(rng, steps), *_evals(rng, "eval-rl", 0.2)]
-    events += [*_gains(rng), *_draft(), *_tail(evil)]
+    events += [*_gains(rng), *_kept(rng), *_draft(), *_tail(evil)]
     lines = [json.dumps({"t": T0 + 3.1 * i, **e}) + "\n" for i, e in enumerate(events)]
     (path / "events.jsonl").write_text("".join(lines))
     folder = path / "trajectories"
@@ -125,9 +125,85 @@ def _rl(rng: random.Random, steps: int) -> list[dict[str, Any]]:
         row |= {"ratio_min": 0.8 - 0.6 * rng.random() ** 3, "ratio_max": 1.2 + 3 * rng.random() ** 6}
         row |= {"masked": 0.002 * rng.random() ** 2, "stale": 0.08 + 0.03 * rng.random(), "loss": rng.gauss(0, 0.01)}
         row |= {"grad_norm": 0.5 + 0.6 * rng.random() ** 4, "lr": 1e-4, "rollout_s": 1.9 + rng.random()}
+        row |= {"ages": _ages(rng), "effort": _effort(rng, done), **_bias(rng)}
+        if 60 < step < 70:
+            row["effort_warnings"] = ["coding:low: every attempt was over budget in 7 of 9 groups; anneal more slowly"]
         out.append({"kind": "rl_step", **row, "update_s": 1.2 + 0.2 * rng.random()})
         out.append({"kind": "trained", "step": step, "groups": list(range(step * 4, step * 4 + 4))})
     return [*out, _stage("rl", "done", seconds=411.2)]
+
+
+def _ages(rng: random.Random) -> list[dict[str, Any]]:
+    sizes = [9000, 2400, 700, 210, 40]
+    pulls = [n * (1 - 0.12 * age) * (0.9 + 0.2 * rng.random()) for age, n in enumerate(sizes)]
+    out = []
+    for age, n in enumerate(sizes):
+        wide = 0.04 + 0.09 * age * (0.8 + 0.4 * rng.random())
+        row = {"age": age, "tokens": n, "ratio_p05": 1 / (1 + wide), "ratio_p50": 1 - wide / 60, "ratio_p95": 1 + wide}
+        out.append({**row, "clipped": 0.001 + 0.006 * age, "grad_share": pulls[age] / sum(pulls)})
+    return out
+
+
+def _effort(rng: random.Random, done: float) -> list[dict[str, Any]]:
+    out = []
+    for k, domain in enumerate(DOMAINS):
+        for level, base, last in (("low", 6, 0.35), ("high", 16, 0.75), ("max", 34, None)):
+            m = None if last is None else 2 * (last / 2) ** min(1, 1.4 * done)
+            tokens = (base + 5 * k) * (1 + 0.2 * done) + rng.gauss(0, 1)
+            limit = None if m is None else m * (30 + 5 * k)
+            tokens = tokens if limit is None else min(tokens, 0.9 * limit + rng.gauss(0, 0.6))
+            over = 0.0 if limit is None else max(0.0, 0.1 * math.sin(3 * done) + rng.gauss(0, 0.02))
+            row = {"domain": domain, "effort": level, "attempts": 40, "groups": 5, "tokens": tokens, "over": over}
+            row |= {"task_reward": 0.3 + 0.01 * base + 0.2 * done + rng.gauss(0, 0.05), "trapped": over * over}
+            out.append({**row, "reward": 0.2, "multiplier": m, "limit": limit})
+    return out
+
+
+def _bias(rng: random.Random) -> dict[str, Any]:
+    lengths = {str(1 << i): n for i, n in enumerate((4, 9, 30, 80, 120, 70, 22))}
+    domains = dict.fromkeys(DOMAINS, 100)
+    sampled = {"length": lengths, "age": {"0": 250, "1": 60, "2": 12}, "domain": domains}
+    cut = {k: {name: int(n * rng.uniform(0.5, 0.7)) for name, n in table.items()} for k, table in sampled.items()}
+    cut["length"]["64"] = 6
+    return {"sampled": sampled, "trained": cut}
+
+
+def _kept(rng: random.Random) -> list[dict[str, Any]]:
+    """Nine experts and the model that they were merged into."""
+    out: list[dict[str, Any]] = []
+    shares = []
+    for k, domain in enumerate(DOMAINS):
+        tokens = {}
+        for i, level in enumerate(("low", "high", "max")):
+            cold, expert = 0.2 + 0.1 * i, 0.4 + 0.12 * i + 0.03 * k
+            share = 0.85 + 0.2 * rng.random()
+            merged, at = cold + share * (expert - cold), {"domain": domain, "effort": level, "mode": "sampled"}
+            weak = (k, i) == (1, 0)
+            row = {"n": 1000, "cold": cold, "expert": expert, "merged": merged, "retention": share}
+            row |= {
+                "low": share - 0.15,
+                "high": share + 0.17,
+                "gain": expert - cold,
+                "gain_low": -0.01 if weak else 0.1,
+            }
+            out.append({"kind": "retention", **at, **row, "gain_high": 0.4})
+            for name, reward in (("cold", cold), ("expert", expert), ("merged", merged)):
+                spent = (8, 19, 41)[i] + 3 * k + rng.random()
+                cell = {"model": name, **at, "n": 1000, "failed": 0, "reward": reward, "tokens": spent}
+                out.append({"kind": "cell", **cell, "low": reward - 0.03, "high": reward + 0.03})
+                tokens[level] = [spent, spent - 0.4, spent + 0.4]
+            shares.append(share)
+        row = {
+            "domain": domain,
+            "model": "merged",
+            "mode": "sampled",
+            "tokens": tokens,
+            "separated": domain != "coding",
+        }
+        out.append({"kind": "separation", **row, "share": tokens["low"][0] / tokens["max"][0], "ordered": True})
+    mean = sum(shares) / len(shares)
+    row = {"domain": "all", "effort": "", "mode": "sampled", "retention": mean, "low": mean - 0.05, "high": mean + 0.06}
+    return [*out, {"kind": "retention", **row}]
 
 
 def _tail(evil: bool) -> list[dict[str, Any]]:
@@ -163,6 +239,12 @@ def _trajectory(rng: random.Random, step: int, steps: int, i: int, evil: bool) -
         segments.append(_segment("policy", version, pieces, [-rng.expovariate(2.0) for _ in pieces]))
         if domain == "agents":
             segments.append(_segment("tool", 0, ["<|tool|>", "ok", ": ", "moved", "\n"], []))
+    advantage, taught = rng.choice([-0.5, 0.25, 0.5]), i % 5 == 0
+    trained = rng.random() < 0.7
+    for s in segments:
+        if s["author"] == "policy":
+            s |= {"advantage": [advantage] * len(s["pieces"])} if trained else {}
+            s |= {"teacher_log_ratio": [rng.gauss(0, 1) for _ in s["pieces"]]} if taught else {}
     reward = float(rng.random() < 0.3 + 0.4 * step / steps) if domain != "coding" else rng.choice([0.0, 0.25, 0.5, 1.0])
     return {
         "id": f"group={step * 8 + i // 4}/sample={i % 4}",
@@ -170,8 +252,10 @@ def _trajectory(rng: random.Random, step: int, steps: int, i: int, evil: bool) -
         "group": step * 8 + i // 4,
         "sample": i % 4,
         "domain": domain,
-        "effort": "max",
-        "reward": reward,
+        "effort": ("low", "high", "max")[i % 7 % 3],
+        "reward": reward if i % 11 else -1.0,
+        "rewards": {"task": reward} if i % 11 else {"over_budget": -1.0},
+        "trained": trained,
         "status": "done",
         "stop_reason": "stop",
         "harness": "3f9ac01b22d4e871",

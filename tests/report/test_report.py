@@ -98,7 +98,7 @@ def test_a_complete_run_has_every_section(run: Path) -> None:
 
 def test_the_headline_shows_recorded_numbers(run: Path) -> None:
     page = check(run)
-    gains = [json.loads(x) for x in (run / "events.jsonl").read_text().splitlines() if '"gain"' in x]
+    gains = [json.loads(x) for x in (run / "events.jsonl").read_text().splitlines() if '"kind": "gain"' in x]
     for gain in gains:
         assert scale.signed(gain["gain"]) in page.text
         assert f"[{scale.signed(gain['low'])}, {scale.signed(gain['high'])}]" in page.text
