@@ -194,6 +194,12 @@ def test_files_and_functions_stay_short(file):
             assert length <= 60, f"{node.name} has {length} lines"
 
 
+def test_no_two_test_files_share_a_name():
+    """pytest imports them by it, and would refuse the second."""
+    names = [p.name for p in (ROOT / "tests").rglob("*.py") if p.name not in ("conftest.py", "__init__.py")]
+    assert sorted(names) == sorted(set(names))
+
+
 def test_no_module_is_a_drawer():
     banned = {"utils", "util", "common", "helpers", "helper", "misc", "base", "core", "stuff"}
     assert not [short(f) for f in FILES if f.stem in banned or f.parent.name in banned]
