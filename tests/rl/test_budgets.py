@@ -10,6 +10,7 @@ import pytest
 import tiny
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from nonet.rl import RLConfig
 from nonet.rl.budgets import BudgetConfig, Budgets, Measured, kind, measured, problem, thinking_tokens
@@ -166,3 +167,8 @@ def test_other_settings_do_not_read_an_old_measurement(policy, nano, tmp_path):
     file.write_text(json.dumps({"config": BudgetConfig(tasks=9).model_dump(mode="json"), "attempts": []}))
     with pytest.raises(UserError, match="other settings"):
         measured(policy, tiny.setting(nano), BudgetConfig.model_validate(SMALL), RL, file)
+
+
+def test_the_level_of_measurement_must_be_one():
+    with pytest.raises(ValidationError, match="'huge' is not an effort"):
+        BudgetConfig(effort="huge")

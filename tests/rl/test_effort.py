@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from nonet.harness import load_spec
 from nonet.rl import RLConfig
 from nonet.rl.advantage import GroupMean
-from nonet.rl.budgets import BudgetConfig, Budgets, Measured
+from nonet.rl.budgets import Budgets, Measured
 from nonet.rl.effort import OVER, Effort, EffortConfig, Member, budgeted, judge
 from nonet.run import Run
 from nonet.tasks import load
