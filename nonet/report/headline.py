@@ -1,4 +1,4 @@
-"""The headline: held-out reward before and after RL, with intervals and gains.
+"""The headline: held-out reward before and after RL or distillation, with intervals and gains.
 
 Owns the table of `eval` and `gain` events and the sentence above it. Invariant: a gain with an interval comes from a
 `gain` event; without one the difference of the two means is shown and called that. Refuses to compute intervals.
@@ -13,7 +13,8 @@ from nonet.report.read import Event, RunLog, latest_by, number, text
 from nonet.report.scale import short, signed
 from nonet.report.svg import Interval
 
-BEFORE, AFTER = "eval-cold", "eval-rl"
+BEFORE = "eval-cold"
+AFTER = {"rl": "RL", "distill": "distillation", "expert": "RL"}  # what came between, by the stage that trained
 MOST_ROWS = 80
 
 
@@ -43,6 +44,8 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Headline:
+    between: str
+    """What lies between the two measurements."""
     rows: list[Row]
     gains: list[Interval]
     sentence: str
@@ -52,18 +55,22 @@ class Headline:
 
 
 def headline(log: RunLog) -> Headline:
-    found = latest_by(log.of("eval"), "stage", "domain", "source", "mode")
+    after = f"eval-{log.trains}"
+    found = [
+        e for e in latest_by(log.of("eval"), "stage", "domain", "source", "mode") if text(e, "stage") in (BEFORE, after)
+    ]
     several = _several(found)
     evals = {_key(e, several): e for e in found}
-    gains = {_pair(g): g for g in latest_by(log.of("gain"), "domain", "mode") if number(g, "gain") is not None}
-    missing = []
-    for stage, what in ((BEFORE, "held-out reward before RL"), (AFTER, "held-out reward after RL")):
+    told = [g for g in log.of("gain") if text(g, "stage", after) == after]
+    gains = {_pair(g): g for g in latest_by(told, "domain", "mode") if number(g, "gain") is not None}
+    missing, between = [], AFTER[log.trains]
+    for stage, what in ((BEFORE, f"held-out reward before {between}"), (after, f"held-out reward after {between}")):
         if not any(k[0] == stage for k in evals):
             missing.append(log.why_missing(stage, what))
     names = sorted({k[1:] for k in evals} | _bare(evals, gains), key=_order)
-    rows = [_row(name, evals, gains) for name in names[:MOST_ROWS]]
+    rows = [_row(name, after, evals, gains) for name in names[:MOST_ROWS]]
     marks = [_interval(g) for _, g in sorted(gains.items(), key=lambda kv: (kv[0][0], kv[0][1] != "sampled"))]
-    return Headline(rows, marks[:MOST_ROWS], _sentence(gains), missing, max(0, len(names) - MOST_ROWS))
+    return Headline(between, rows, marks[:MOST_ROWS], _sentence(gains), missing, max(0, len(names) - MOST_ROWS))
 
 
 Key = tuple[str, str, str, str]
@@ -101,9 +108,10 @@ def _order(name: Name) -> tuple[str, bool, bool, str]:
     return domain, source != "", mode != "sampled", source
 
 
-def _row(name: Name, evals: dict[Key, Event], gains: dict[Pair, Event]) -> Row:
+def _row(name: Name, stage: str, evals: dict[Key, Event], gains: dict[Pair, Event]) -> Row:
+    """stage: whose measurement is the second."""
     domain, source, mode = name
-    before, after = (evals.get((stage, *name)) for stage in (BEFORE, AFTER))
+    before, after = (evals.get((s, *name)) for s in (BEFORE, stage))
     gain = None if source else gains.get((domain, mode))
     shown, interval = _gain(gain, before, after)
     low, high = number(gain, "low"), number(gain, "high")

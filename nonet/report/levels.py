@@ -29,6 +29,7 @@ def effort_panels(steps: list[Event]) -> list[Panel]:
         mine = {level: found[domain, level] for level in LEVELS if (domain, level) in found}
         out += _by_level(f"{domain}: tokens by level", _TOKENS, mine, "tokens", limit=True)
         out += _by_level(f"{domain}: reward by level", _REWARD, mine, "task_reward")
+        out += _by_level(f"{domain}: dead groups by level", _DEAD, mine, "dead")
     over = {f"{d} {e}": _series(events, "over") for (d, e), events in found.items() if _limited(events)}
     trapped = {f"{d} {e}": _series(events, "trapped") for (d, e), events in found.items() if _limited(events)}
     out += curves("Over budget", _OVER, list(over.items()), zero=True)
@@ -37,6 +38,7 @@ def effort_panels(steps: list[Event]) -> list[Panel]:
 
 _TOKENS = "Mean tokens that the budget counts. Bold: moving mean; faint: every step; dashed: the mean budget."
 _REWARD = "The tasks' own mean reward, before the budget's rule. Bold: moving mean; faint: every step."
+_DEAD = "Share of groups whose rewards, after the budget's rule, were all equal. Bold: moving mean; faint: every step."
 _OVER = "Share of attempts that wrote more than their budget."
 _TRAPPED = "Share of groups in which every attempt did; there only the shortest keep their own reward."
 

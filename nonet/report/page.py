@@ -22,7 +22,7 @@ from markupsafe import Markup
 from nonet.report import figures, levels, staleness, trajectories, viewer
 from nonet.report.acceptance import acceptance
 from nonet.report.headline import headline
-from nonet.report.read import STAGES, Event, RunLog, latest_by, number, printable, read_run, text, without_paths
+from nonet.report.read import Event, RunLog, latest_by, number, printable, read_experts, read_run, text, without_paths
 
 HERE = Path(__file__).parent
 MOST_SAMPLES, SAMPLE_CHARS = 20, 2000
@@ -54,6 +54,7 @@ def render(run_dir: Path) -> str:
         scan=found,
         **_head(log),
         **_training(log, found),
+        **_staleness_and_effort([log, *read_experts(run_dir)]),
         **_tail(log),
     )
     return page.encode("ascii", "xmlcharrefreplace").decode("ascii")
@@ -90,16 +91,24 @@ def _training(log: RunLog, found: trajectories.Scan) -> dict[str, Any]:
         "cold_missing": log.why_missing("cold", "learning curve"),
         "rl": figures.rl_panels(rl),
         "rl_steps": len(rl),
-        "rl_missing": log.why_missing("rl", "RL steps"),
-        "ages": staleness.age_panels(rl),
-        "bias": staleness.bias_panels(rl),
-        "effort": levels.effort_panels(rl),
-        "effort_warnings": levels.effort_warnings(rl),
+        "rl_missing": log.why_missing(log.trains, "RL steps"),
         "lengths": figures.length_panels(found),
         "first": _steps(first),
         "last": _steps(last),
         "versions": figures.version_panels(found),
-        "no_trajectories": log.why_missing("rl", "trajectories"),
+        "no_trajectories": log.why_missing(log.trains, "trajectories"),
+    }
+
+
+def _staleness_and_effort(logs: list[RunLog]) -> dict[str, Any]:
+    """Over the steps of the run and of its experts: none of these figures minds whose step it was."""
+    steps = [e for log in logs for e in latest_by(log.of("rl_step"), "step")]
+    return {
+        "ages": staleness.age_panels(steps),
+        "bias": staleness.bias_panels(steps),
+        "effort": levels.effort_panels(steps),
+        "effort_warnings": levels.effort_warnings(steps),
+        "experts": sum(bool(log.of("rl_step")) for log in logs[1:]),
     }
 
 
@@ -140,7 +149,7 @@ def _steps(steps: list[int]) -> str:
 
 def _state(log: RunLog) -> str:
     """One sentence: finished, or which stages are open."""
-    status = {name: text(log.stage(name), "status") for name in STAGES if name != "report"}
+    status = {name: text(log.stage(name), "status") for name in log.stages if name != "report"}
     open_ = [n for n, s in status.items() if s == "start"]
     waiting = [n for n, s in status.items() if not s]
     if not open_ and not waiting:
@@ -152,7 +161,7 @@ def _state(log: RunLog) -> str:
 
 def _stages(log: RunLog) -> Iterator[tuple[str, str, str, str]]:
     """(name, status, duration, starts) of every stage, expected ones first."""
-    named = dict.fromkeys([*STAGES, *(text(e, "name") for e in log.of("stage"))])
+    named = dict.fromkeys([*log.stages, *(text(e, "name") for e in log.of("stage"))])
     for name in list(named)[:40]:
         mine = [e for e in log.of("stage") if text(e, "name") == name]
         status = {"start": "under way or interrupted", "done": "done", "skipped": "skipped", "": "not started"}

@@ -18,7 +18,16 @@ from typing import Any
 Event = dict[str, Any]
 Points = list[tuple[float, float]]
 
-STAGES = ("tokenizer", "cold", "eval-cold", "rl", "eval-rl", "draft", "sample", "report")
+_BEGIN, _END = ("tokenizer", "cold", "eval-cold"), ("draft", "sample", "report")
+ONE_RUN = (*_BEGIN, "rl", "eval-rl", *_END)
+EXPERTS = (*_BEGIN, "experts", "distill", "eval-distill", *_END)
+# Jobs other than one RL run, by a stage that only they have.
+JOBS = {
+    "experts": EXPERTS,
+    "preflight": ("tokenizer", "preflight", "cold", "eval-cold", "distill", "eval-distill", "report"),
+    "expert": ("expert", "eval-expert"),
+}
+MOST_EXPERTS = 24
 _ABSOLUTE = re.compile(r"(?<![\w./:\\])(?:[A-Za-z]:\\|/)(?:[^\s/\\\"'<>|]+[/\\])+([^\s/\\\"'<>|]+)")
 
 
@@ -39,6 +48,18 @@ class RunLog:
     def stage(self, name: str) -> Event | None:
         """The last word about a stage, or None if the log never names it."""
         return next((e for e in reversed(self.of("stage")) if e.get("name") == name), None)
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """Those that a job of this kind has, in order."""
+        named = {text(e, "name") for e in self.of("stage")}
+        wanted = "experts" if self.resolved is not None and isinstance(self.resolved.get("experts"), dict) else ""
+        return next((stages for own, stages in JOBS.items() if own in named or own == wanted), ONE_RUN)
+
+    @property
+    def trains(self) -> str:
+        """The stage whose RL steps these are."""
+        return next(s for s in ("rl", "distill", "expert") if s in self.stages)
 
     def why_missing(self, stage: str, what: str) -> str:
         """One sentence: which stage would have left `what`, and how far that stage is."""
@@ -67,6 +88,11 @@ def read_run(path: Path) -> RunLog:
             log.began = t if log.began is None else min(log.began, t)
             log.latest = t if log.latest is None else max(log.latest, t)
     return log
+
+
+def read_experts(path: Path) -> list[RunLog]:
+    """The logs of the experts that a run trained; each has a run directory of its own inside the run's."""
+    return [read_run(folder) for folder in sorted((path / "experts").glob("*/"))[:MOST_EXPERTS]]
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:

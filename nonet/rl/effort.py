@@ -190,6 +190,7 @@ class _Cell:
     multiplier: float
     groups: int = 0
     trapped: int = 0
+    dead: int = 0
     over: int = 0
     limits: list[float] = field(default_factory=list)
     members: list[Member] = field(default_factory=list)
@@ -198,21 +199,22 @@ class _Cell:
     def add(self, verdict: Verdict, members: Sequence[Member], rewards: Sequence[float]) -> None:
         self.groups += 1
         self.trapped += verdict.trapped
+        self.dead += len(set(rewards)) < 2
         self.over += sum(verdict.over)
         self.limits.append(verdict.limit)
         self.members += members
         self.rewards += rewards
 
     def row(self) -> dict[str, float | None]:
-        """Means over attempts; limit over groups. task_reward is before the rule, reward after it; a multiplier or a
-        limit that is infinite is None.
+        """Means over attempts; limit, trapped and dead (all rewards equal) over groups. task_reward is before the rule,
+        reward after it. A multiplier or a limit that is infinite is None.
         """
         n, limit = len(self.members), sum(self.limits) / len(self.limits)
         return {
             "attempts": n, "groups": self.groups,
             "tokens": sum(m.tokens for m in self.members) / n,
             "task_reward": sum(m.reward for m in self.members) / n, "reward": sum(self.rewards) / n,
-            "over": self.over / n, "trapped": self.trapped / self.groups,
+            "over": self.over / n, "trapped": self.trapped / self.groups, "dead": self.dead / self.groups,
             "multiplier": None if math.isinf(self.multiplier) else self.multiplier,
             "limit": None if math.isinf(limit) else limit,
         }  # fmt: skip

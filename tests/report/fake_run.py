@@ -154,7 +154,11 @@ def _effort(rng: random.Random, done: float) -> list[dict[str, Any]]:
             tokens = tokens if limit is None else min(tokens, 0.9 * limit + rng.gauss(0, 0.6))
             over = 0.0 if limit is None else max(0.0, 0.1 * math.sin(3 * done) + rng.gauss(0, 0.02))
             row = {"domain": domain, "effort": level, "attempts": 40, "groups": 5, "tokens": tokens, "over": over}
-            row |= {"task_reward": 0.3 + 0.01 * base + 0.2 * done + rng.gauss(0, 0.05), "trapped": over * over}
+            row |= {
+                "task_reward": 0.3 + 0.01 * base + 0.2 * done + rng.gauss(0, 0.05),
+                "trapped": over * over,
+                "dead": 0.3 + 0.2 * done,
+            }
             out.append({**row, "reward": 0.2, "multiplier": m, "limit": limit})
     return out
 

@@ -147,6 +147,43 @@ def test_a_made_up_run_has_the_sections_and_one_without_the_events_has_none(tmp_
     assert not {"staleness", "effort", "kept"} & set(check(tmp_path).ids)
 
 
+def test_a_run_of_experts_is_read_with_them(tmp_path: Path):
+    """Its own steps are the student's; gains of the experts are not the student's."""
+    row = {"domain": "general", "tokens": 9.0, "over": 0.0, "limit": 20.0}
+    for level in ("low", "max"):
+        folder = tmp_path / "experts" / f"general-{level}"
+        folder.mkdir(parents=True)
+        steps = [
+            {"kind": "rl_step", "step": s, "ages": [age(0, 50)], "effort": [{**row, "effort": level}]} for s in (1, 2)
+        ]
+        log(folder, *steps)
+    (tmp_path / "resolved.json").write_text(json.dumps({"experts": {"lanes": 2}}))
+    gain = {"kind": "gain", "domain": "general-low", "mode": "sampled", "low": 0.1, "high": 0.3}
+    log(
+        tmp_path,
+        {"kind": "stage", "name": "experts", "status": "done", "seconds": 9.0},
+        {**gain, "stage": "eval-expert", "gain": 0.25},
+        {"kind": "rl_step", "step": 1, "reward": 0.5, "opd_kl": 0.2, "ages": [age(0, 100), age(1, 100)]},
+    )
+    page = check(tmp_path)
+    assert "Held-out reward, before and after distillation" in page.text
+    assert "+0.250" not in page.text
+    assert "not started: tokenizer, cold, eval-cold, distill, eval-distill, draft, sample" in page.text
+    assert "this run and its 2 experts" in page.text
+    assert "KL to the teachers" in page.text
+    assert "general: tokens by level" in page.text
+    with (tmp_path / "events.jsonl").open("a") as f:
+        f.write(json.dumps({**gain, "stage": "eval-distill", "gain": 0.2}) + "\n")
+    assert "+0.200" in check(tmp_path).text
+
+
+def test_an_expert_has_a_page_of_its_own(tmp_path: Path):
+    log(tmp_path, {"kind": "stage", "name": "expert", "status": "start"}, {"kind": "rl_step", "step": 1, "reward": 0.5})
+    page = check(tmp_path)
+    assert "not started: eval-expert" in page.text
+    assert "No trajectories: the stage “expert” has started and has not recorded any yet." in page.text
+
+
 @pytest.fixture(scope="module")
 def played(_policy: Any, nano: Any, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A real run, held to budgets."""
