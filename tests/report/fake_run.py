@@ -157,7 +157,7 @@ def _effort(rng: random.Random, done: float) -> list[dict[str, Any]]:
             row |= {
                 "task_reward": 0.3 + 0.01 * base + 0.2 * done + rng.gauss(0, 0.05),
                 "trapped": over * over,
-                "dead": 0.3 + 0.2 * done,
+                "dead": 0.25 + 0.2 * done + rng.gauss(0, 0.04),
             }
             out.append({**row, "reward": 0.2, "multiplier": m, "limit": limit})
     return out
