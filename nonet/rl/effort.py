@@ -43,9 +43,12 @@ class EffortConfig(Config):
     rule: Literal["budget", "toggle", "length"] = "budget"
     # levels that are limited: "effort" or "domain:effort" (which goes first) -> m at the first step, and after `anneal`
     # steps. A level that is not named writes as much as it likes. The length rule only asks whether a level is named.
+    # Defaults: calls and code cannot be spared, thoughts can, so general tasks are held to less.
     multipliers: Mapping[str, tuple[float, float]] = Field(
-        default_factory=lambda: {"high": (2.0, 0.75), "low": (2.0, 0.35)}
-    )
+        default_factory=lambda: {
+            "high": (2.0, 0.9), "low": (2.0, 0.65), "general:high": (2.0, 0.6), "general:low": (2.0, 0.3),
+        }
+    )  # fmt: skip
     anneal: int = Field(default=50, ge=1)
     spare_shortest: bool = True
     correct: float = 1.0  # a task reward from which an attempt counts as correct (toggle, length)
