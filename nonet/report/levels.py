@@ -31,9 +31,10 @@ def effort_panels(steps: list[Event]) -> list[Panel]:
         out += _by_level(f"{domain}: reward by level", _REWARD, mine, "task_reward")
         out += _by_level(f"{domain}: dead groups by level", _DEAD, mine, "dead")
     over = {f"{d} {e}": _series(events, "over") for (d, e), events in found.items() if _limited(events)}
-    trapped = {f"{d} {e}": _series(events, "trapped") for (d, e), events in found.items() if _limited(events)}
+    trapped = {f"{d} {e}": _series(events, "trapped") for (d, e), events in found.items()}
+    seen = [(name, points) for name, points in trapped.items() if any(share for _, share in points)]
     out += curves("Over budget", _OVER, list(over.items()), zero=True)
-    return out + curves("Groups wholly over budget", _TRAPPED, list(trapped.items()), zero=True)
+    return out + curves("Groups wholly over budget", _TRAPPED, seen, zero=True)
 
 
 _TOKENS = "Mean tokens that the budget counts. Bold: moving mean; faint: every step; dashed: the mean budget."

@@ -83,11 +83,20 @@ def test_a_limit_is_drawn_for_levels_that_have_one_and_shares_only_for_them():
         {"step": s, "effort": [{**row, "effort": "max", "limit": None}, {**row, "effort": "low", "limit": 20.0 / s}]}
         for s in (1, 2, 3)
     ]
-    tokens, reward, over, _ = levels.effort_panels(steps)
+    tokens, reward, over = levels.effort_panels(steps)
     assert [name for _, name in tokens.legend] == ["low", "max"]
     assert tokens.chart.count("dashed") == 1
     assert "dashed" not in reward.chart
     assert "general low" in spoken(over) and "general max" not in spoken(over)
+
+
+def test_wholly_over_budget_is_drawn_where_it_happened():
+    def trapped(share: float) -> list[str]:
+        row = {"domain": "general", "effort": "low", "trapped": share}
+        return [p.title for p in levels.effort_panels([{"step": s, "effort": [row]} for s in (1, 2)])]
+
+    assert trapped(0.0) == []
+    assert trapped(0.2) == ["Groups wholly over budget"]
 
 
 def test_the_last_warning_of_each_cell_is_shown_with_how_often():
