@@ -1,23 +1,22 @@
 """A served model as a Generator: held-out tasks are played over HTTP, token ids in, token ids out.
 
 Speaks /v1/completions with prompts of ids and `return_token_ids`, as `nonet serve` answers it. The weights behind an
-address are somebody else's, so nothing is paused, parked or trained here: it is for measuring what clients get.
+address are somebody else's, so nothing is paused, parked or trained here: it is for measuring what clients get. A
+request's `stop_ids` are not sent: an answer ends where the server's own tokenizer says that a turn ends.
 """
 
 from __future__ import annotations
 
-import json
-import urllib.error
-import urllib.request
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import Any
+from dataclasses import asdict
 
 from nonet.ops.rng import stream_key
+from nonet.rl.endpoint import Endpoint
 from nonet.types import Completion, Request, UserError
 
 
 class Remote:
-    """url: of the server, without /v1. context: positions a request may fill. clients: requests at the same time.
+    """where: as `Endpoint` takes it. context: positions a request may fill. clients: requests at the same time.
 
     Raises UserError when the server cannot be reached or refuses; an accepted request ends in one Completion. drafted,
     accepted: tokens so far that a draft proposed there, and those of them that stood.
@@ -25,8 +24,9 @@ class Remote:
 
     version = 0
 
-    def __init__(self, url: str, context: int, clients: int = 16, timeout_s: float = 600.0, api_key: str = ""):
-        self.url, self.context, self.timeout_s, self.api_key = url.rstrip("/"), context, timeout_s, api_key
+    def __init__(self, where: str, context: int, clients: int = 16, endpoint: Endpoint | None = None):
+        self.where, self.context = where, context
+        self._endpoint = endpoint or Endpoint(where)
         self._threads = ThreadPoolExecutor(clients)
         self._running: dict[Future[Completion], str] = {}
         self.drafted = self.accepted = 0
@@ -51,14 +51,14 @@ class Remote:
     def pause(self) -> list[Completion]:
         """Nothing may be running: a served answer cannot be parked."""
         if self._running:
-            raise UserError(f"{self.url}: {len(self._running)} answers are being written and a server cannot park them")
+            raise UserError(f"{self.where}: {len(self._running)} answers are being written and a server cannot park them")
         return []
 
     def abort(self, request_id: str) -> Completion | None:
-        raise UserError(f"{self.url}: request {request_id} cannot be aborted from here")
+        raise UserError(f"{self.where}: request {request_id} cannot be aborted from here")
 
     def written(self, request_id: str, since: int = 0) -> Completion | None:
-        raise UserError(f"{self.url}: what request {request_id} wrote so far is not known here")
+        raise UserError(f"{self.where}: what request {request_id} wrote so far is not known here")
 
     @property
     def busy(self) -> bool:
@@ -66,15 +66,18 @@ class Remote:
 
     def close(self) -> None:
         self._threads.shutdown(cancel_futures=True)
+        self._endpoint.close()
 
     def _complete(self, request: Request) -> Completion:
-        s = request.sampling
-        body = {
-            "prompt": list(request.tokens), "max_tokens": request.max_tokens, "return_token_ids": True,
-            "temperature": s.temperature, "top_k": s.top_k, "top_p": s.top_p, "min_p": s.min_p,
-            "seed": stream_key(s.seed, request.stream)[0], "logprobs": 0,
-        }  # fmt: skip
-        choice, usage = self._post(body)
+        sampling = asdict(request.sampling) | {
+            "seed": stream_key(request.sampling.seed, request.stream)[0],
+            "logit_bias": {str(token): bias for token, bias in request.sampling.logit_bias},
+        }
+        found = self._endpoint.ask("POST", "/completions", {
+            "model": self._endpoint.model, "prompt": list(request.tokens), "max_tokens": request.max_tokens,
+            "return_token_ids": True, "logprobs": 0, **sampling,
+        })  # fmt: skip
+        choice, usage = found["choices"][0], found["usage"]
         details = usage["completion_tokens_details"]
         accepted = details["accepted_prediction_tokens"]
         return Completion(
@@ -88,17 +91,3 @@ class Remote:
             drafted_tokens=accepted + details["rejected_prediction_tokens"],
             accepted_tokens=accepted,
         )
-
-    def _post(self, body: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        headers = {"Content-Type": "application/json"}
-        if self.api_key:
-            headers["Authorization"] = f"Bearer {self.api_key}"
-        asked = urllib.request.Request(f"{self.url}/v1/completions", json.dumps(body).encode(), headers)
-        try:
-            with urllib.request.urlopen(asked, timeout=self.timeout_s) as answer:
-                found = json.load(answer)
-        except urllib.error.HTTPError as e:
-            raise UserError(f"{self.url}: status {e.code}: {e.read().decode(errors='replace')[:300]}") from e
-        except urllib.error.URLError as e:
-            raise UserError(f"{self.url}: {e.reason}; is it being served?") from e
-        return found["choices"][0], found["usage"]

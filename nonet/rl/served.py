@@ -9,44 +9,24 @@ about their vocabulary but the texts of the ids they are sent: all of the studen
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import httpx2
-
 from nonet.chat import Tokenizer
 from nonet.engine.scoring import Passage
+from nonet.rl.endpoint import Endpoint
 from nonet.types import UserError
 
 PROMPTS = 8  # of one request
 PROBE = 128  # ids of the vocabulary in one prompt
-TRIES, BUSY = 6, (429, 502, 503, 504)  # a busy or restarting server is asked again after 1, 2, 4, ... seconds
-LIMIT_S = 600.0
 
 
 class ServedTeacher:
-    """where: the address as given, http://host:port/v1, with #MODEL where it serves more than one. OPENAI_API_KEY is
-    sent along where it is set.
-    """
+    """where: as `Endpoint` takes it."""
 
-    def __init__(self, where: str, patience_s: float = 1.0):
-        self.where, self._patience_s = where, patience_s
-        address, _, self._model = where.partition("#")
-        key = os.environ.get("OPENAI_API_KEY")
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._client = httpx2.Client(base_url=address.rstrip("/"), headers=headers, timeout=LIMIT_S)
-
-    @property
-    def model(self) -> str:
-        """The name it serves under; asked for once."""
-        if not self._model:
-            names = [m["id"] for m in self._ask("GET", "/models")["data"]]
-            if len(names) != 1:
-                raise UserError(f"{self.where}: serves {', '.join(names) or 'nothing'}; name one as {self.where}#MODEL")
-            self._model = names[0]
-        return self._model
+    def __init__(self, where: str, endpoint: Endpoint | None = None):
+        self.where = where
+        self._endpoint = endpoint or Endpoint(where)
 
     def logprobs(self, passages: Sequence[Passage], temperature: float) -> list[list[float]]:
         if temperature != 1:
@@ -74,8 +54,8 @@ class ServedTeacher:
         """(log-prob of each token, its text) of each prompt; the first log-prob is nan."""
         for start in range(0, len(prompts), PROMPTS):
             part = prompts[start : start + PROMPTS]
-            body = {"prompt": part, "model": self.model, "max_tokens": 0, "echo": True, "logprobs": 0}
-            choices = sorted(self._ask("POST", "/completions", body)["choices"], key=lambda c: c["index"])
+            body = {"prompt": part, "model": self._endpoint.model, "max_tokens": 0, "echo": True, "logprobs": 0}
+            choices = sorted(self._endpoint.ask("POST", "/completions", body)["choices"], key=lambda c: c["index"])
             if len(choices) != len(part):
                 raise UserError(f"{self.where}: {len(choices)} answers to {len(part)} prompts; it cannot score prompts")
             for prompt, choice in zip(part, choices, strict=True):
@@ -90,19 +70,3 @@ class ServedTeacher:
                 "server that answers echo with logprobs, as vLLM and nonet serve do"
             )
         return [float("nan"), *values], told["tokens"][: len(prompt)]
-
-    def _ask(self, method: str, path: str, body: Any = None) -> Any:
-        for attempt in range(TRIES):
-            last = attempt == TRIES - 1
-            try:
-                answer = self._client.request(method, path, json=body)
-            except httpx2.TransportError as e:
-                if last:
-                    raise UserError(f"{self.where}: no answer ({type(e).__name__}: {e}); is the server up?") from e
-            else:
-                if answer.is_success:
-                    return answer.json()
-                if last or answer.status_code not in BUSY:
-                    raise UserError(f"{self.where}: {answer.status_code}: {answer.text[:300]}")
-            time.sleep(self._patience_s * 2**attempt)
-        raise AssertionError("the last attempt returns or raises")

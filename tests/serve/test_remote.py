@@ -1,5 +1,7 @@
 """A served model played like an engine: the same tasks, token for token."""
 
+from dataclasses import fields, replace
+
 import pytest
 import running
 import tiny
@@ -7,6 +9,8 @@ import tiny
 from nonet.chat import Tokenizer
 from nonet.engine import Engine
 from nonet.model import hf
+from nonet.ops.rng import stream_key
+from nonet.rl.endpoint import Endpoint
 from nonet.rl.remote import Remote
 from nonet.rl.rollout import Rollout
 from nonet.rl.scoring import scorer
@@ -17,7 +21,7 @@ from nonet.types import Request, Sampling, Trajectory, UserError
 def url(policy_directory):
     with running.process(["-m", "nonet.cli", "serve", policy_directory, "--port", "0"]) as (_, address):
         running.wait_until_ready(address)
-        yield address
+        yield f"{address}/v1"
 
 
 def played(generator, setting, temperature: float) -> list[Trajectory]:
@@ -52,9 +56,29 @@ def test_what_a_server_cannot_do_is_said(url):
     with pytest.raises(UserError, match=r"more than 256 positions"):
         remote.submit(Request("a", (1,) * 250, 10))
     remote.submit(Request("b", (1 << 20,), 4))
-    with pytest.raises(UserError, match=r"status 400: .*outside the vocabulary"):
+    with pytest.raises(UserError, match=r"400: .*outside the vocabulary"):
         remote.step()
-    gone = Remote("http://127.0.0.1:9", 256)
+    gone = Remote(url, 256, endpoint=Endpoint("http://127.0.0.1:9/v1", patience_s=0.001))
     gone.submit(Request("c", (1,), 4))
-    with pytest.raises(UserError, match="is it being served"):
+    with pytest.raises(UserError, match=r"is the server up\?"):
         gone.step()
+
+
+def tiny_request(folder: str, sampling: Sampling) -> Request:
+    return Request("a", (3, 4, 5, 6), 24, Tokenizer(folder).stop_ids, sampling=sampling)
+
+
+def test_every_transformation_of_the_sampling_reaches_the_server(policy_directory, url):
+    """Not one of them may be dropped: log-probs of another distribution look just as plausible."""
+    sampling = Sampling(0.9, 12, 0.95, 5, 0.01, 0.4, 0.3, 1.1, ((7, -50.0), (9, 1.5)))
+    assert all(getattr(sampling, f.name) != f.default for f in fields(Sampling))
+    request, engine = tiny_request(policy_directory, sampling), Engine(hf.load(policy_directory), 1)
+    remote = Remote(url, 256)
+    remote.submit(request)
+    (there,) = remote.step()
+    seed = stream_key(sampling.seed, request.stream)[0]
+    engine.submit(replace(request, sampling=replace(sampling, seed=seed), stream="0"))  # of the first choice
+    while not (here := engine.step()):
+        continue
+    assert there.tokens == here[0].tokens
+    assert there.logprobs == pytest.approx(here[0].logprobs, abs=1e-4)

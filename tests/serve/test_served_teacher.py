@@ -12,6 +12,7 @@ import tiny
 from nonet.chat import Tokenizer
 from nonet.chat.training import train as train_tokenizer
 from nonet.engine.scoring import Passage, score
+from nonet.rl.endpoint import Endpoint
 from nonet.rl.served import ServedTeacher
 from nonet.types import UserError
 
@@ -85,7 +86,7 @@ def _counted(url: str) -> float:
 
 def test_a_served_teacher_says_what_a_local_one_would(served, model):
     teacher = ServedTeacher(f"{served}/v1")
-    assert teacher.model == "tiny"
+    assert Endpoint(f"{served}/v1").model == "tiny"
     for told, local in zip(teacher.logprobs(PASSAGES, 1.0), score(model, PASSAGES), strict=True):
         assert told == pytest.approx(local, abs=1e-4)
 
@@ -115,7 +116,7 @@ def test_a_model_is_named_where_the_server_has_another(served):
 
 def test_no_server_is_one_sentence():
     with pytest.raises(UserError, match=r"http://127\.0\.0\.1:9/v1#any: no answer .*is the server up\?"):
-        ServedTeacher("http://127.0.0.1:9/v1#any", patience_s=0.001).logprobs(PASSAGES[:1], 1.0)
+        ServedTeacher("http://x", Endpoint("http://127.0.0.1:9/v1#any", patience_s=0.001)).logprobs(PASSAGES[:1], 1.0)
 
 
 class Fake:
@@ -129,9 +130,8 @@ class Fake:
 
 
 def faked(*answers: httpx2.Response) -> ServedTeacher:
-    teacher = ServedTeacher("http://fake/v1#m", patience_s=0.001)
-    teacher._client = httpx2.Client(base_url="http://fake/v1", transport=httpx2.MockTransport(Fake(*answers)))
-    return teacher
+    where = "http://fake/v1#m"
+    return ServedTeacher(where, Endpoint(where, 0.001, httpx2.MockTransport(Fake(*answers))))
 
 
 def scored(*values: float | None) -> httpx2.Response:
