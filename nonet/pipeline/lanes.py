@@ -40,8 +40,7 @@ def run_jobs(jobs: Sequence[Job], lanes: int) -> None:
                 while waiting and len(running) < lanes:
                     running.append((waiting[0], _started(waiting.pop(0))))
                 time.sleep(LOOK_S)
-                _raise_failure(running)
-                running = [(job, process) for job, process in running if process.poll() is None]
+                running = [at for at, status in zip(running, _statuses(running), strict=True) if status is None]
                 bar(len(jobs) - len(waiting) - len(running), ", ".join(job.name for job, _ in running))
         finally:
             for _, process in running:
@@ -67,12 +66,15 @@ def _started(job: Job) -> subprocess.Popen[bytes]:
         )
 
 
-def _raise_failure(running: Sequence[tuple[Job, subprocess.Popen[bytes]]]) -> None:
-    for job, process in running:
-        if process.poll():
+def _statuses(running: Sequence[tuple[Job, subprocess.Popen[bytes]]]) -> list[int | None]:
+    """Each job's, taken once: None while it runs. UserError for one that failed."""
+    found = [process.poll() for _, process in running]
+    for (job, _), status in zip(running, found, strict=True):
+        if status:
             lines = job.log.read_text(errors="replace").strip().splitlines()
             said = lines[-1] if lines else "nothing was printed"
-            raise UserError(f"{job.name}: ended with status {process.returncode}: {said} (all of it: {job.log})")
+            raise UserError(f"{job.name}: ended with status {status}: {said} (all of it: {job.log})")
+    return found
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

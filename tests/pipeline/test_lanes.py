@@ -43,6 +43,27 @@ def test_a_failure_ends_the_others_and_says_its_last_words(tmp_path):
     assert time.monotonic() - began < 30
 
 
+class FailsOnTheSecondLook:
+    """A process that ends between one look at it and the next."""
+
+    def __init__(self):
+        self.answers = [None]
+
+    def poll(self):
+        return self.answers.pop() if self.answers else 3
+
+    def terminate(self): ...
+
+    def wait(self, seconds=None): ...
+
+
+def test_a_failure_between_two_looks_is_not_lost(tmp_path, monkeypatch):
+    monkeypatch.setattr("nonet.pipeline.lanes._started", lambda job: FailsOnTheSecondLook())
+    (tmp_path / "a.log").write_text("gone\n")
+    with pytest.raises(UserError, match="a: ended with status 3: gone"):
+        run_jobs([job(tmp_path, "a", "")], lanes=1)
+
+
 def test_jobs_end_with_a_parent_that_was_killed(tmp_path):
     child = "import os, pathlib, sys, time; from nonet.pipeline.lanes import end_with_parent; end_with_parent()"
     child += "; pathlib.Path(sys.argv[1], 'pid').write_text(str(os.getpid())); time.sleep(120)"
