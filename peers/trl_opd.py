@@ -16,7 +16,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import DistillationConfig, DistillationTrainer
 from trl.experimental.gkd import GKDConfig, GKDTrainer
-from trl_step import Gate
+from trl_step import Gate, shared
 
 from nonet.bench.turns import Turns
 from nonet.bench.workload import Workload, read_prompts
@@ -28,50 +28,29 @@ def main(folder: Path, peer: str) -> None:
     torch.set_num_threads(work.threads)
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     trainer = {"distillation": distillation, "gkd": gkd}[peer](work, folder, tokenizer)
+    trainer.work = work
     trainer.add_callback(Gate(turns, trainer))
     trainer.train()
     turns.done()
 
 
-def shared(work: Workload, folder: Path) -> dict[str, Any]:
-    return dict(
-        output_dir=str(folder / "trl"),
-        max_steps=1_000_000,
-        per_device_train_batch_size=work.completions,
-        temperature=1.0,
-        beta=1.0,
-        learning_rate=work.lr,
-        lr_scheduler_type="constant",
-        max_grad_norm=1.0,
-        seed=work.seed,
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        model_init_kwargs={"dtype": "float32"},
-        dataloader_pin_memory=False,
-        logging_strategy="no",
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-    )
-
-
 def distillation(work: Workload, folder: Path, tokenizer: Any) -> TimedDistillation:
     args = DistillationConfig(
         **shared(work, folder),
+        beta=1.0,
         max_completion_length=work.new_tokens,
         generation_kwargs={"min_new_tokens": work.new_tokens},
         teacher_model_init_kwargs={"dtype": "float32"},
     )
     rows = [{"prompt": p.text} for p in read_prompts(folder)]
     return TimedDistillation(
-        work, model=str(folder / "model"), teacher_model=str(folder / "teacher"), args=args,
+        model=str(folder / "model"), teacher_model=str(folder / "teacher"), args=args,
         train_dataset=Dataset.from_list(rows), processing_class=tokenizer,
     )  # fmt: skip
 
 
 def gkd(work: Workload, folder: Path, tokenizer: Any) -> TimedGKD:
-    args = GKDConfig(**shared(work, folder), lmbda=1.0, max_new_tokens=work.new_tokens)
+    args = GKDConfig(**shared(work, folder), beta=1.0, lmbda=1.0, max_new_tokens=work.new_tokens)
     # The answers are replaced by the student's own; their length is what the loss is divided by.
     rows = [
         {
@@ -83,7 +62,7 @@ def gkd(work: Workload, folder: Path, tokenizer: Any) -> TimedGKD:
     ]
     teacher = AutoModelForCausalLM.from_pretrained(folder / "teacher", dtype=torch.float32)
     trainer = TimedGKD(
-        work, model=str(folder / "model"), teacher_model=teacher, args=args,
+        model=str(folder / "model"), teacher_model=teacher, args=args,
         train_dataset=Dataset.from_list(rows), processing_class=tokenizer,
     )  # fmt: skip
     trainer.generation_config.min_new_tokens = work.new_tokens
@@ -93,11 +72,8 @@ def gkd(work: Workload, folder: Path, tokenizer: Any) -> TimedGKD:
 class TimedDistillation(DistillationTrainer):
     """Notes how long generation took within a step."""
 
+    work: Workload
     generation_s = 0.0
-
-    def __init__(self, work: Workload, **options: Any):
-        self.work = work
-        super().__init__(**options)
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         began = time.perf_counter()
@@ -110,11 +86,8 @@ class TimedDistillation(DistillationTrainer):
 class TimedGKD(GKDTrainer):
     """The same; generation is a static method there, given the model alone."""
 
+    work: Workload
     generation_s = 0.0
-
-    def __init__(self, work: Workload, **options: Any):
-        self.work = work
-        super().__init__(**options)
 
     def generate_on_policy_outputs(self, model: Any, inputs: Any, generation_config: Any) -> Any:
         began = time.perf_counter()

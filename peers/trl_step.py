@@ -51,15 +51,22 @@ def main(folder: Path) -> None:
 
 def config(work: Workload, folder: Path) -> GRPOConfig:
     return GRPOConfig(
-        output_dir=str(folder / "trl"),
-        max_steps=1_000_000,
-        per_device_train_batch_size=work.completions,
+        **shared(work, folder),
         num_generations=work.samples,
         max_completion_length=work.new_tokens,
         generation_kwargs={"min_new_tokens": work.new_tokens},
-        temperature=1.0,
         loss_type="dapo",
         beta=0.0,
+    )
+
+
+def shared(work: Workload, folder: Path) -> dict[str, Any]:
+    """What all of TRL's trainers are given."""
+    return dict(
+        output_dir=str(folder / "trl"),
+        max_steps=1_000_000,
+        per_device_train_batch_size=work.completions,
+        temperature=1.0,
         learning_rate=work.lr,
         lr_scheduler_type="constant",
         max_grad_norm=1.0,
