@@ -19,6 +19,7 @@ app = typer.Typer(
     help="Post-training for open models: RL with partial rollouts, drafts, distillation, NoPE hybrids.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # "[rl]" in a help text is a table's name, not a style
     add_completion=False,
 )
 

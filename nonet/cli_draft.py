@@ -20,7 +20,7 @@ class OneShot(TyperGroup):
         return super().parse_args(ctx, args)
 
 
-app = typer.Typer(name="draft", cls=OneShot, no_args_is_help=True)
+app = typer.Typer(name="draft", cls=OneShot, no_args_is_help=True, rich_markup_mode=None)
 
 
 @app.callback()

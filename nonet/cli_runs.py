@@ -7,7 +7,12 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(name="runs", help="Look into run directories: what is parked, word by word.", no_args_is_help=True)
+app = typer.Typer(
+    name="runs",
+    help="Look into run directories: what is parked, word by word.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
 
 
 @app.command("list")
