@@ -151,6 +151,8 @@ def started(
     eagle3 layer then takes over what the target's last layer does with the highest feature; it learns several times
     faster. Raises UserError where that layer has another shape (`can_copy`).
     """
+    if copied and config.form == "mtp":
+        raise UserError("draft.start = layer: an MTP draft starts from the target's MTP layer already; use auto")
     if copied and not can_copy(config, target):
         raise UserError("draft.start = layer: the target's last layer has another shape than the draft's; use random")
     draft = Draft(config, target, d2t_W)
