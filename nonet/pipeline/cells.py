@@ -1,6 +1,6 @@
 """Cells: a domain at an effort level. What a recipe measures, and what it trains an expert for.
 
-evals/NAME-CELL-MODE.json    reward by held-out task
+evals/NAME-CELL-MODE.json    reward and tokens (T, rl/budgets.py) by held-out task
 events "eval"                means with intervals, `domain` being the cell
 events "gain"                after - before over the same tasks
 """
@@ -15,8 +15,9 @@ from pathlib import Path
 from nonet.model import hf
 from nonet.pipeline.context import Context
 from nonet.pipeline.recipe import Recipe
-from nonet.rl.evaluate import eval_event, evaluate, gain, rewards_by_task
+from nonet.rl.evaluate import eval_event, evaluate, gain
 from nonet.rl.record import trajectory_record
+from nonet.rl.retention import Played, by_cell
 from nonet.rl.setting import Setting
 from nonet.run import write_atomic
 
@@ -31,6 +32,10 @@ class Cell:
     domain: str
     effort: str
     name: str
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.domain, self.effort
 
     def setting(self, c: Context) -> Setting:
         return c.setting(self.domain, efforts=(self.effort,))
@@ -52,7 +57,8 @@ def measure(c: Context, name: str, model: Path, cells: Sequence[Cell]) -> None:
         for mode, temperature in MODES.items():
             rl = c.recipe.rl
             done = evaluate(policy, setting, range(c.recipe.eval.prompts), temperature, rl.max_tokens, rl.max_batch)
-            write_atomic(eval_file(c.run.path, name, cell, mode), json.dumps(rewards_by_task(done)))
+            played = by_cell(done, setting, c.counting)[cell.key]
+            write_atomic(eval_file(c.run.path, name, cell, mode), json.dumps(played.to_json()))
             facts = {"domain": cell.name, "source": c.recipe.tasks.sources[cell.domain], "mode": mode}
             c.run.event("eval", stage=f"eval-{name}", **facts, **eval_event(done))
             records = [trajectory_record(t, setting.task("heldout", t.group), c.tokenizer, 0) for t in done[:SHOWN]]
@@ -63,8 +69,8 @@ def compare(c: Context, before: str, after: str, cells: Sequence[Cell]) -> None:
     """Events "gain" between two measurements."""
     for cell in cells:
         for mode in MODES:
-            b, a = (json.loads(eval_file(c.run.path, name, cell, mode).read_text()) for name in (before, after))
-            e = gain(b, a)
+            b, a = (read_played(c.run.path, name, cell, mode) for name in (before, after))
+            e = gain(b.rewards, a.rewards)
             c.run.event(
                 "gain", domain=cell.name, mode=mode, stage=f"eval-{after}", n=e.n, gain=e.mean, low=e.low, high=e.high
             )
@@ -72,3 +78,7 @@ def compare(c: Context, before: str, after: str, cells: Sequence[Cell]) -> None:
 
 def eval_file(run: Path, name: str, cell: Cell, mode: str) -> Path:
     return run / "evals" / f"{name}-{cell.name}-{mode}.json"
+
+
+def read_played(run: Path, name: str, cell: Cell, mode: str) -> Played:
+    return Played(**json.loads(eval_file(run, name, cell, mode).read_text()))

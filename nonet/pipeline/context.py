@@ -12,6 +12,7 @@ from nonet.chat import Tokenizer
 from nonet.harness import load_spec
 from nonet.model import Model, hf
 from nonet.pipeline.recipe import Recipe
+from nonet.rl.budgets import BudgetConfig
 from nonet.rl.setting import Setting
 from nonet.run import Run
 
@@ -52,6 +53,11 @@ class Context:
         found = [tasks.tagged(tasks.load(t.sources[d], seed, t.difficulty), d) for d in domains]
         source = found[0] if len(found) == 1 else tasks.Mixture(",".join(domains), found)
         return Setting(source, load_spec(t.harness), self.tokenizer, rewards, tuple(efforts) or t.efforts, seed)
+
+    @property
+    def counting(self) -> BudgetConfig:
+        """What counts as tokens of an attempt."""
+        return self.recipe.effort.budget if self.recipe.effort is not None else BudgetConfig()
 
     def everything(self) -> Setting:
         return self.setting(*self.recipe.tasks.sources)

@@ -28,9 +28,9 @@ from nonet.pipeline.recipe import Recipe, by_domain
 from nonet.pipeline.runner import print_table, run_stages
 from nonet.pipeline.stages import BEGIN, Stage, evaluate_after, write_report
 from nonet.rl.config import RLConfig
-from nonet.rl.distill import Cell, DistillConfig, Experts
+from nonet.rl.distill import DistillConfig, Experts
 from nonet.rl.opd import distilling
-from nonet.rl.setting import Setting
+from nonet.rl.setting import Cell, Setting
 from nonet.rl.teacher import LocalTeacher, Teacher, teacher_prompt
 from nonet.types import UserError
 

@@ -24,13 +24,13 @@ from nonet.draft.store import FeatureStore, Kind, capture, trainable
 from nonet.draft.train import TrainConfig, Training
 from nonet.draft.windows import Windows
 from nonet.model import Model, hf
+from nonet.pipeline.cells import MODES
 from nonet.pipeline.context import Context
 from nonet.pipeline.draft_eval import Told, by_domain, figures, resampled, within
 from nonet.pipeline.draft_play import Policy
 from nonet.run import Run
 
 STAGE = "draft"
-MODES = {"sampled": 1.0, "greedy": 0.0}
 DRAFTS = ("untouched", "tuned")
 
 

@@ -11,11 +11,10 @@ from nonet import tasks as task_room
 from nonet.chat import Tokenizer
 from nonet.harness import load_spec
 from nonet.model import hf
+from nonet.pipeline.cells import MODES
 from nonet.rl.evaluate import eval_event, evaluate
 from nonet.rl.setting import Setting
 from nonet.types import Trajectory
-
-MODES = {"sampled": 1.0, "greedy": 0.0}
 
 
 def print_evaluation(

@@ -17,13 +17,14 @@ from pathlib import Path
 
 from nonet.config import build
 from nonet.model import hf
-from nonet.pipeline.cells import MODES, Cell, cells_of, compare, eval_file, measure
+from nonet.pipeline.cells import MODES, Cell, cells_of, compare, eval_file, measure, read_played
 from nonet.pipeline.context import Context
 from nonet.pipeline.distilling import teach
 from nonet.pipeline.lanes import Job, run_jobs
 from nonet.pipeline.recipe import Recipe
 from nonet.pipeline.runner import run_stages
-from nonet.rl.loop import Loop
+from nonet.pipeline.stages import evaluate_after, measure_budgets, rl_loop
+from nonet.rl.retention import Played, retention, separation
 from nonet.run import Run
 from nonet.types import UserError
 
@@ -37,14 +38,18 @@ def model_of(out: Path, cell: Cell) -> Path:
 
 
 def experts(c: Context) -> None:
-    """All of them, some at a time; the first effort's before the others'. Ends with their gains over the cold start,
-    each on its own cell.
-    """
+    """All of them, some at a time; the first effort's before the others'."""
     assert c.recipe.experts is not None
+    measure_budgets(c)
     found, out = cells_of(c.recipe), c.run.path
     first = [cell for cell in found if cell.effort == found[0].effort]
     for wave in (first, [cell for cell in found if cell not in first]):
         run_jobs([_job(out, cell) for cell in wave], c.recipe.experts.lanes)
+
+
+def eval_experts(c: Context) -> None:
+    """Their gains over the cold start, each on its own cell, as their own directories have it."""
+    found, out = cells_of(c.recipe), c.run.path
     for cell in found:
         for mode in MODES:
             shutil.copy(eval_file(folder_of(out, cell), "expert", cell, mode), eval_file(out, "expert", cell, mode))
@@ -84,13 +89,36 @@ def _train(c: Context, cell: Cell) -> None:
     base = next(x for x in cells_of(c.recipe) if x.domain == cell.domain)  # of the first effort
     model = hf.load(c.models("cold") if cell == base else model_of(c.root, base))
     config = c.recipe.rl if cell == base else c.recipe.rl_with(c.recipe.experts.later, "experts.later")
-    Loop(model, cell.setting(c), config, c.run, c.recipe.run.seed).fit()
+    rl_loop(c, model, cell.setting(c), config).fit()
     c.export(model, model_of(c.root, cell))
 
 
 def student(c: Context) -> None:
-    """models/cold, taught by all of them."""
+    """models/cold, taught by all of them; the level is named to a teacher as it was when that was trained."""
     assert c.recipe.experts is not None
     teachers = {f"{cell.domain}:{cell.effort}": str(model_of(c.root, cell)) for cell in cells_of(c.recipe)}
-    config = c.recipe.distill.model_copy(update={"experts": teachers})
+    config = c.recipe.distill.model_copy(update={"experts": teachers, "teacher_effort": True})
     teach(c, config, c.recipe.rl_with(c.recipe.experts.student, "experts.student"))
+
+
+def eval_student(c: Context) -> None:
+    """Its gains over the cold start, what it kept of the experts' (`retention`), and whether its levels part."""
+    evaluate_after(c, "distill")
+    for mode in MODES:
+        at = {"stage": "eval-distill", "mode": mode}
+        cold, expert, merged = (_played(c, name, mode) for name in ("cold", "expert", "distill"))
+        for model, cells in (("cold", cold), ("expert", expert), ("merged", merged)):
+            for (domain, effort), played in cells.items():
+                c.run.event("cell", model=model, domain=domain, effort=effort, **at, **played.figures())
+            for row in separation(cells) if len(c.recipe.tasks.efforts) > 1 else ():
+                c.run.event("separation", model=model, **at, **row)
+        kept, mean = retention({key: (cold[key].rewards, expert[key].rewards, merged[key].rewards) for key in cold})
+        for (domain, effort), retained in kept.items():
+            c.run.event("retention", domain=domain, effort=effort, **at, **retained.figures())
+        if mean is not None:
+            share = {"retention": mean.value, "low": mean.low, "high": mean.high}
+            c.run.event("retention", domain="all", effort="", **at, **share)
+
+
+def _played(c: Context, name: str, mode: str) -> dict[tuple[str, str], Played]:
+    return {cell.key: read_played(c.run.path, name, cell, mode) for cell in cells_of(c.recipe)}

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from nonet.pipeline.distilling import eval_distill
-from nonet.pipeline.experts import experts, student
+from nonet.pipeline.experts import eval_experts, eval_student, experts, student
 from nonet.pipeline.recipe import Recipe
 from nonet.pipeline.runner import print_table, run_stages
 from nonet.pipeline.stages import BEGIN, END, ONE_RUN, Stage
 from nonet.types import UserError
 
-NINE: tuple[Stage, ...] = (("experts", experts), ("distill", student), ("eval-distill", eval_distill))
+NINE: tuple[Stage, ...] = (
+    ("experts", experts), ("eval-expert", eval_experts), ("distill", student), ("eval-distill", eval_student)
+)  # fmt: skip
 
 
 def stages_of(recipe: Recipe) -> tuple[Stage, ...]:

@@ -16,6 +16,7 @@ from nonet.model import hf
 from nonet.model.config import ModelConfig
 from nonet.rl.config import RLConfig
 from nonet.rl.distill import DistillConfig
+from nonet.rl.effort import EffortConfig
 from nonet.tasks import catalog
 from nonet.types import EFFORTS, UserError
 
@@ -100,6 +101,7 @@ class Recipe(Config):
     cold: LMConfig | None = None  # absent: no cold start
     rl: RLConfig = Field(default_factory=RLConfig)
     experts: ExpertsTable | None = None  # absent: one RL run over all domains and efforts
+    effort: EffortConfig | None = None  # absent: writing costs nothing
     distill: DistillConfig = Field(default_factory=DistillConfig)
     eval: EvalTable = Field(default_factory=EvalTable)
     draft: OwnDraftTable = Field(default_factory=OwnDraftTable)

@@ -15,8 +15,10 @@ from rich.table import Table
 from nonet.config import build
 from nonet.pipeline.context import Context
 from nonet.pipeline.recipe import Recipe
-from nonet.pipeline.stages import EVENTS, Stage
+from nonet.pipeline.stages import Stage
 from nonet.run import Run, write_atomic
+
+MEASURED = ("eval", "gain", "cell", "retention", "separation", "draft_measured", "sample")
 
 
 def run_stages(
@@ -55,9 +57,10 @@ def run_stages(
 
 
 def start_over(run: Run, stage: str) -> None:
-    """Drop what a killed attempt at this stage had recorded and the new one will record again."""
-    again = EVENTS.get(stage, ())
-    run.rewind(lambda e: (e["kind"], e.get("stage")) not in again)
+    """Drop what a killed attempt at this stage had measured, for the new one measures it again. What was recorded while
+    training stays: it goes on from a checkpoint and drops what came after that.
+    """
+    run.rewind(lambda e: e["kind"] not in MEASURED or e.get("stage") != stage)
 
 
 def print_table(run: Run) -> None:

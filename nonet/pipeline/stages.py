@@ -3,7 +3,7 @@
 tokenizer   models/start/tokenizer*.json      (a copy when the recipe starts from a model)
 cold        models/cold                       next-token + MTP training on demonstrations
 eval-cold   evals/cold-CELL-MODE.json          (cells.py)
-rl          models/rl                         (or experts, distill, eval-distill: experts.py, distilling.py)
+rl          models/rl, budgets.json           (or experts, eval-expert, distill, eval-distill: experts.py)
 eval-rl     evals/rl-CELL-MODE.json, gains
 draft       models/draft                      the policy's own MTP layer made into a draft (draft_stage.py)
 sample, report
@@ -26,11 +26,15 @@ from nonet.pipeline.cells import cells_of, compare, measure
 from nonet.pipeline.context import Context
 from nonet.pipeline.draft_stage import draft
 from nonet.protocols import TaskSource
+from nonet.rl.budgets import Budgets, measured
+from nonet.rl.config import RLConfig
+from nonet.rl.effort import budgeted
 from nonet.rl.evaluate import evaluate
 from nonet.rl.loop import Loop
 from nonet.rl.setting import Setting, open_sandbox
 from nonet.types import UserError
 
+BUDGETS = "budgets.json"
 # Demonstrations come from train indices that RL never reaches, so its prompts are new to the policy.
 DEMONSTRATIONS_FROM = 10_000_000
 
@@ -95,11 +99,27 @@ def eval_cold(c: Context) -> None:
 
 def rl(c: Context) -> None:
     model = hf.load(c.models("cold"))
-    loop = Loop(model, c.everything(), c.recipe.rl, c.run, c.recipe.run.seed)
+    measure_budgets(c)
+    loop = rl_loop(c, model, c.everything(), c.recipe.rl)
     loop.fit()
     c.export(model, c.models("rl"))
     if loop.learner.lora is not None:
         loop.learner.lora.save(c.models("rl-adapter"), base=c.models("cold"))
+
+
+def measure_budgets(c: Context) -> None:
+    """budgets.json, by the cold start, where the recipe has [effort]."""
+    effort = c.recipe.effort
+    if effort is not None:
+        measured(hf.load(c.models("cold")), c.everything(), effort.budget, c.recipe.rl, c.root / BUDGETS)
+
+
+def rl_loop(c: Context, model: Model, setting: Setting, config: RLConfig) -> Loop:
+    """With the measured budgets where the recipe has [effort]."""
+    effort, seed = c.recipe.effort, c.recipe.run.seed
+    if effort is None:
+        return Loop(model, setting, config, c.run, seed)
+    return budgeted(model, setting, effort, Budgets.open(c.root / BUDGETS, effort.budget), config, c.run, seed)
 
 
 def eval_rl(c: Context) -> None:
@@ -120,7 +140,7 @@ def sample(c: Context) -> None:
         for t in evaluate(model, setting, range(2), 0.0, c.recipe.rl.max_tokens):
             prompt = c.tokenizer.decode(t.segments[0].tokens)
             text = c.tokenizer.decode([i for s in t.segments[1:] for i in s.tokens])
-            c.run.event("sample", prompt=prompt, text=text)
+            c.run.event("sample", stage="sample", prompt=prompt, text=text)
 
 
 def write_report(c: Context) -> None:
@@ -131,14 +151,3 @@ Stage = tuple[str, Callable[[Context], None]]
 BEGIN: tuple[Stage, ...] = (("tokenizer", tokenizer), ("cold", cold), ("eval-cold", eval_cold))
 ONE_RUN: tuple[Stage, ...] = (("rl", rl), ("eval-rl", eval_rl))
 END: tuple[Stage, ...] = (("draft", draft), ("sample", sample), ("report", write_report))
-
-# What a stage writes as a whole: when a killed one starts over, (kind, stage) it had already recorded is dropped.
-# Training stages continue from a checkpoint instead and drop only what came after it.
-EVENTS: dict[str, tuple[tuple[str, str | None], ...]] = {
-    "eval-cold": (("eval", "eval-cold"),),
-    "experts": (("eval", "eval-expert"), ("gain", "eval-expert")),
-    "eval-rl": (("eval", "eval-rl"), ("gain", "eval-rl")),
-    "eval-distill": (("eval", "eval-distill"), ("gain", "eval-distill")),
-    "draft": (("draft_measured", "draft"),),
-    "sample": (("sample", None),),
-}

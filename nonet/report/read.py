@@ -20,7 +20,7 @@ Points = list[tuple[float, float]]
 
 _BEGIN, _END = ("tokenizer", "cold", "eval-cold"), ("draft", "sample", "report")
 ONE_RUN = (*_BEGIN, "rl", "eval-rl", *_END)
-EXPERTS = (*_BEGIN, "experts", "distill", "eval-distill", *_END)
+EXPERTS = (*_BEGIN, "experts", "eval-expert", "distill", "eval-distill", *_END)
 # Jobs other than one RL run, by a stage that only they have.
 JOBS = {
     "experts": EXPERTS,

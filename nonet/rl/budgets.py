@@ -104,6 +104,14 @@ class Measured(NamedTuple):
 
 
 class Budgets:
+    @classmethod
+    def open(cls, file: Path, config: BudgetConfig) -> Budgets:
+        """Those that `measured` wrote. UserError where they were measured otherwise."""
+        found = json.loads(file.read_text())
+        if found["config"] != config.model_dump(mode="json"):
+            raise UserError(f"{file}: was measured with other settings of [effort.budget]; delete it to measure again")
+        return cls([Measured(*row) for row in found["attempts"]], config.per)
+
     def __init__(self, attempts: list[Measured], per: Literal["kind", "task"] = "kind"):
         self.attempts, self.per = attempts, per
 
@@ -153,10 +161,7 @@ def measured(model: Model, setting: Setting, config: BudgetConfig, rl: RLConfig,
     """The budgets in `file`; made with `model` and written there first if there are none."""
     if not file.exists():
         write_atomic(file, json.dumps(_measure(model, setting, config, rl)))
-    found = json.loads(file.read_text())
-    if found["config"] != config.model_dump(mode="json"):
-        raise UserError(f"{file}: was measured with other settings of [effort.budget]; delete it to measure again")
-    return Budgets([Measured(*row) for row in found["attempts"]], config.per)
+    return Budgets.open(file, config)
 
 
 def _measure(model: Model, setting: Setting, config: BudgetConfig, rl: RLConfig) -> dict[str, Any]:

@@ -16,11 +16,10 @@ from nonet.chat import Tokenizer
 from nonet.config import Config
 from nonet.rl.kl import FullKL, KLConfig, TopKL
 from nonet.rl.objective import Objective
-from nonet.rl.setting import Setting
+from nonet.rl.setting import Cell, Setting
 from nonet.rl.teacher import LocalTeacher, Seat, Teacher
 from nonet.types import EFFORTS, Task, UserError
 
-Cell = tuple[str, str]  # domain, effort
 _LOOKED_AT = 512  # train tasks in which every domain and effort is expected to come up
 
 

@@ -66,10 +66,6 @@ def evaluate(
     return trajectories
 
 
-def rewards_by_task(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    return {t.task_id: t.reward for t in trajectories if t.status == "done"}
-
-
 def eval_event(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
     done = [t for t in trajectories if t.status == "done"]
     if not done:

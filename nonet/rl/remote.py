@@ -51,7 +51,7 @@ class Remote:
     def pause(self) -> list[Completion]:
         """Nothing may be running: a served answer cannot be parked."""
         if self._running:
-            raise UserError(f"{self.where}: {len(self._running)} answers are being written and a server cannot park them")
+            raise UserError(f"{self.where}: {len(self._running)} answers are underway; a server cannot park")
         return []
 
     def abort(self, request_id: str) -> Completion | None:

@@ -19,10 +19,9 @@ import numpy as np
 from nonet.ops.rng import stream_key
 from nonet.rl.budgets import BudgetConfig
 from nonet.rl.evaluate import Estimate, estimate, gain
-from nonet.rl.setting import Setting
+from nonet.rl.setting import Cell, Setting
 from nonet.types import EFFORTS, Trajectory, UserError
 
-Cell = tuple[str, str]  # domain, effort
 RESAMPLED = 2000
 
 

@@ -19,6 +19,7 @@ from nonet.tasks import load_reward
 from nonet.types import HarnessSpec, Task, Trajectory, UserError
 
 Split = Literal["train", "heldout"]
+Cell = tuple[str, str]  # domain, effort
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from nonet.pipeline import load_recipe, run_recipe
 from nonet.pipeline.cells import cells_of
 from nonet.pipeline.experts import train_one
 from nonet.pipeline.main_job import NINE, stages_of
+from nonet.pipeline.runner import MEASURED
 from nonet.run import Run
 from nonet.types import UserError
 
@@ -28,6 +30,11 @@ NINE_TOY = (
 [experts]
 later = { steps = 2 }
 student = { steps = 2 }
+[effort]
+anneal = 2
+[effort.budget]
+tasks = 4
+samples = 2
 """
 )
 CELLS = ["general-max", "agents-max", "general-low", "agents-low"]
@@ -89,8 +96,32 @@ def test_killed_among_the_experts_it_ends_with_the_same_student(recipe_file, fin
     run_recipe(load_recipe([recipe_file]), out)
     one, other = (weights(folder / "models" / "distill") for folder in (finished, out))
     assert all(torch.equal(one[n], other[n]) for n in one)
-    events = [(e["stage"], e["domain"], e["mode"]) for e in Run(out).events("eval")]
-    assert len(events) == len(set(events))
+    facts = ("kind", "stage", "model", "domain", "effort", "mode")
+    events = [tuple(e.get(k) for k in facts) for e in Run(out).events() if e["kind"] in MEASURED and "mode" in e]
+    assert len(events) == len(set(events)) > 0
+
+
+def test_levels_are_held_to_what_the_cold_start_wrote(finished):
+    assert json.loads((finished / "budgets.json").read_text())["config"]["tasks"] == 4
+    for name in CELLS:
+        domain, level = name.split("-")
+        for e in Run(finished / "experts" / name).events("rl_step"):
+            assert [(row["domain"], row["effort"]) for row in e["effort"]] == [(domain, level)] * bool(e["groups"])
+            assert all((row["multiplier"] is None) == (level == "max") for row in e["effort"])
+
+
+def test_what_merging_kept_is_recorded_with_what_each_model_wrote(finished):
+    run = Run(finished)
+    cells = [(e["model"], f"{e['domain']}-{e['effort']}", e["mode"]) for e in run.events("cell")]
+    assert sorted(cells) == sorted(product(("cold", "expert", "merged"), CELLS, ("sampled", "greedy")))
+    measured = {(e["stage"], e["domain"], e["mode"]): e for e in run.events("eval")}
+    stages = {"cold": "eval-cold", "expert": "eval-expert", "merged": "eval-distill"}
+    for e in run.events("cell"):
+        same = measured[stages[e["model"]], f"{e['domain']}-{e['effort']}", e["mode"]]
+        assert (e["n"], e["reward"]) == (same["n"], same["reward"])
+    kept = [f"{e['domain']}-{e['effort']}" for e in run.events("retention") if e["domain"] != "all"]
+    assert sorted(kept) == sorted(CELLS * 2)
+    assert len(list(run.events("separation"))) == 3 * 2 * 2  # models, modes, domains
 
 
 def test_an_unknown_expert_is_named(finished):
