@@ -1,4 +1,5 @@
-"""The stage "draft" of `nonet run`: after RL, the policy's own MTP layer becomes a draft of the policy.
+"""The stage "draft" of `nonet run`: after RL, the policy's own MTP layer becomes a draft of the policy; of one that has
+none, a copy of its last layer (EAGLE-3).
 
 OUT/draft/answers/     what the policy says to training tasks, at temperature 1       (draft_play.py)
 OUT/draft/features/    its hidden states there; deleted when the draft is there        (draft/store.py)
@@ -18,8 +19,8 @@ from typing import Any
 
 from nonet.draft import files
 from nonet.draft.answers import Answer
-from nonet.draft.config import DraftConfig, mtp_config
-from nonet.draft.model import Draft, started
+from nonet.draft.config import DraftConfig
+from nonet.draft.model import Draft
 from nonet.draft.store import FeatureStore, Kind, capture, trainable
 from nonet.draft.train import TrainConfig, Training
 from nonet.draft.windows import Windows
@@ -28,6 +29,7 @@ from nonet.pipeline.cells import MODES
 from nonet.pipeline.context import Context
 from nonet.pipeline.draft_eval import Told, by_domain, figures, resampled, within
 from nonet.pipeline.draft_play import Policy
+from nonet.pipeline.draft_start import untrained, words_of
 from nonet.run import Run
 
 STAGE = "draft"
@@ -40,9 +42,14 @@ def draft(c: Context) -> None:
         return
     model = hf.load(c.policy)
     policy = policy_of(c, model)
-    vocabulary = files.vocabulary_hash(c.policy)
-    untouched = started(mtp_config(model.config, vocabulary, steps=table.train.unroll), model)
-    tuned = _tuned(c, policy, untouched.config)
+    answers = policy.answers(c.run.path / "draft" / "answers", table.prompts, table.chosen_by)
+    words = words_of(table, answers, c.tokenizer, model.config.vocab_size)
+
+    def fresh() -> Draft:
+        return untrained(table, model, files.vocabulary_hash(c.policy), words, table.train.unroll, c.recipe.run.seed)
+
+    untouched = fresh()
+    tuned = _tuned(c, model, answers, fresh())
     for mode, temperature in MODES.items():
         told = {
             name: policy.told(d, temperature, table.measured, table.tokens)
@@ -57,20 +64,18 @@ def policy_of(c: Context, model: Model) -> Policy:
     return Policy(model, settings, c.recipe.rl.max_tokens, c.recipe.rl.max_batch)
 
 
-def _tuned(c: Context, policy: Policy, config: DraftConfig) -> Draft:
+def _tuned(c: Context, model: Model, answers: Sequence[Answer], draft: Draft) -> Draft:
     """The trained draft of the run directory, trained now if it is not there."""
-    table, out, folder = c.recipe.draft, c.models("draft"), c.run.path / "draft"
+    table, out, folder, config = c.recipe.draft, c.models("draft"), c.run.path / "draft", draft.config
     if not (out / "config.json").exists():
-        answers = policy.answers(folder / "answers", table.prompts, table.chosen_by)
-        learnt, held = (captured(policy.model, answers, side, folder / "features", config) for side in (False, True))
-        draft = started(config, policy.model)
+        learnt, held = (captured(model, answers, side, folder / "features", config) for side in (False, True))
         fit(draft, learnt, held, table.window, table.batch_tokens, table.train, c.run, STAGE)
         partial = out.with_name(".draft")
         shutil.rmtree(partial, ignore_errors=True)
         files.save(draft, partial)
         partial.rename(out)
     shutil.rmtree(folder / "features", ignore_errors=True)
-    return files.load(out, policy.model, config.target.vocabulary)
+    return files.load(out, model, config.target.vocabulary)
 
 
 def captured(

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from pydantic import Field
@@ -30,19 +30,19 @@ from nonet.convert.gguf_eagle3 import export_eagle3
 from nonet.draft import data as conversations
 from nonet.draft import files, prompts
 from nonet.draft.answers import Answer, AnswersConfig, summary, write_answers
-from nonet.draft.config import DraftConfig, Fingerprint, eagle3_config, mtp_config
+from nonet.draft.config import DraftConfig, Fingerprint
 from nonet.draft.data import Conversation
 from nonet.draft.export import export
 from nonet.draft.lint import lint, table
-from nonet.draft.model import Draft, can_copy, started
+from nonet.draft.model import Draft
 from nonet.draft.store import FeatureStore, Kind, bytes_of, capture, trainable
 from nonet.draft.train import TrainConfig, Training
-from nonet.draft.vocabulary import choose, control_tokens
 from nonet.draft.windows import Windows
 from nonet.engine import Engine
 from nonet.model import Model, hf
 from nonet.pipeline.draft_estimate import Estimate
 from nonet.pipeline.draft_eval import EvalConfig, evaluate, print_measured, warning
+from nonet.pipeline.draft_start import FormTable, untrained, words_of
 from nonet.run import Run
 from nonet.types import UserError
 
@@ -55,17 +55,8 @@ class DataTable(Config):
     share: float = Field(default=0.05, gt=0, lt=1)
 
 
-class DraftTable(Config):
+class DraftTable(FormTable):
     target: str
-    form: Literal["auto", "mtp", "eagle3"] = "auto"  # auto: mtp where the target has such a layer
-    taps: tuple[int, ...] = ()  # none: the form's own
-    vocabulary: int = Field(default=8192, ge=0)  # tokens it can say; 0, or as many as the target has: all of them
-    d_ff: int = Field(default=0, ge=0)  # of an eagle3 layer; 0: the target's
-    start: Literal["auto", "random", "layer"] = (
-        "auto"  # of form eagle3: layer copies the target's last one, where it can
-    )
-    norm_output: bool = False
-    fc_norm: bool = False
     features: Kind = "bf16"  # how they are stored
     window: int = Field(default=512, ge=8)  # longest document in a batch
     batch_tokens: int = Field(default=2048, ge=16)  # of one micro-batch
@@ -218,27 +209,17 @@ class Job:
         return [*(c for c in self.conversations if not c.heldout), *held[: self.recipe.draft.heldout_rows]]
 
     def draft_config(self, words: int | None) -> DraftConfig:
-        d = self.recipe.draft
-        form = ("mtp" if self.target.config.mtp_layers else "eagle3") if d.form == "auto" else d.form
-        more: dict[str, Any] = {"draft_vocab": words, "norm_output": d.norm_output, "steps": self.recipe.train.unroll}
-        if form == "mtp":
-            return mtp_config(self.target.config, self.vocabulary_hash, taps=d.taps or None, **more)
-        layer = {"d_ff": d.d_ff} if d.d_ff else None
-        more["fc_norm"] = d.fc_norm
-        return eagle3_config(self.target.config, self.vocabulary_hash, taps=d.taps or None, layer=layer, **more)
+        return self.recipe.draft.config(self.target, self.vocabulary_hash, words, self.recipe.train.unroll)
 
     def _start(self, answers: Sequence[Answer]) -> Draft:
         """The untrained draft; its vocabulary is chosen once."""
         folder = self.out / "started"
         if not (folder / "config.json").exists():
-            V = self.target.config.vocab_size
-            size = min(self.recipe.draft.vocabulary or V, V)
-            chosen = choose([a for a in answers if not a.heldout], size, V, control_tokens(self.tokenizer))
-            say(f"vocabulary: {size:,} of {V:,} tokens cover {chosen.coverage:.2%} of what the target wrote")
-            config = self.draft_config(None if chosen.d2t_W is None else size)
-            start = self.recipe.draft.start
-            copied = start == "layer" or (start == "auto" and can_copy(config, self.target))
-            draft = started(config, self.target, chosen.d2t_W, self.recipe.draft.seed, copied)
+            d, V = self.recipe.draft, self.target.config.vocab_size
+            words = words_of(d, answers, self.tokenizer, V)
+            size = V if words.d2t_W is None else len(words.d2t_W)
+            say(f"vocabulary: {size:,} of {V:,} tokens cover {words.coverage:.2%} of what the target wrote")
+            draft = untrained(d, self.target, self.vocabulary_hash, words, self.recipe.train.unroll, d.seed)
             partial = folder.with_name(".started")
             shutil.rmtree(partial, ignore_errors=True)
             files.save(draft, partial)

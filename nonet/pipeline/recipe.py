@@ -9,11 +9,13 @@ from typing import Any
 from pydantic import Field, field_validator
 
 from nonet.config import Config, build, merge, read
+from nonet.draft.config import eagle3_config
 from nonet.draft.train import TrainConfig
 from nonet.lm.pretrain import PretrainConfig
 from nonet.lm.trainer import LMConfig
 from nonet.model import hf
 from nonet.model.config import ModelConfig
+from nonet.pipeline.draft_start import FormTable
 from nonet.rl.config import RLConfig
 from nonet.rl.distill import DistillConfig
 from nonet.rl.effort import EffortConfig
@@ -60,8 +62,10 @@ class ExpertsTable(Config):
     student: dict[str, Any] = Field(default_factory=dict)  # what differs from [rl] while the student is taught
 
 
-class OwnDraftTable(Config):
-    """After RL, the policy's own MTP layer becomes a draft, trained on answers that the policy samples."""
+class OwnDraftTable(FormTable):
+    """After RL, the policy's own MTP layer, or a copy of its last one, becomes a draft, trained on answers that the
+    policy samples.
+    """
 
     prompts: int = Field(default=0, ge=0)  # training tasks of each domain that it learns from; 0: no draft
     chosen_by: int = Field(default=16, ge=1)  # further ones of each domain, by which the best draft is chosen
@@ -137,11 +141,15 @@ def checked(recipe: Recipe) -> Recipe:
         config = recipe.model_config_for(start.vocab_size)
     else:
         config = hf.read_config(start.model) if wanted else None
-    if wanted and config is not None and not config.mtp_layers:
-        raise UserError(
-            f"draft.prompts = {wanted}: the model has no MTP layer to make a draft of; "
-            "set model.mtp_layers = 1, or draft.prompts = 0"
-        )
+    if wanted and config is not None:
+        form = recipe.draft.form_for(config)
+        if form == "mtp" and not config.mtp_layers:
+            raise UserError(
+                f"draft.form = mtp, draft.prompts = {wanted}: the model has no MTP layer to make a draft of; "
+                "set model.mtp_layers = 1, draft.form = eagle3, or draft.prompts = 0"
+            )
+        if form == "eagle3":
+            eagle3_config(config, taps=recipe.draft.taps or None)
     return recipe
 
 

@@ -85,9 +85,11 @@ def print_table(run: Run) -> None:
 
 
 def draft_table(run: Run) -> Table:
-    """Acceptance length of the untouched MTP layer and of the tuned draft; no rows where no draft was made."""
+    """Acceptance length of the draft as it started (the MTP layer, or a copied one) and tuned; no rows where none was
+    made.
+    """
     table = Table(title="acceptance length (bonus token included), 95% intervals")
-    for column in ("domain", "mode", "tasks", "drafted", "MTP untouched", "tuned", "gain"):
+    for column in ("domain", "mode", "tasks", "drafted", "untouched", "tuned", "gain"):
         table.add_column(column)
     for e in run.events("draft_measured"):
         lengths = [_length(e[name]) for name in ("untouched", "tuned")]

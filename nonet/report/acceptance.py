@@ -1,4 +1,4 @@
-"""The draft's section: acceptance length of the untouched MTP layer and of the tuned draft, by domain and mode.
+"""The draft's section: acceptance length of the untouched draft and of the tuned one, by domain and mode.
 
 Reads `draft_measured` events. Refuses to compute: lengths, intervals, gains and shares are shown as they were recorded.
 """

@@ -166,9 +166,37 @@ def test_it_can_be_switched_off(recipe, policy_directory, tmp_path):
 
 def test_a_model_without_an_mtp_layer_is_refused_before_anything_runs(tmp_path):
     file = tmp_path / "toy.toml"
-    file.write_text("[model]\nd_model = 16\nlayers = 2\nheads = 2\nd_ff = 24\n[draft]\nprompts = 5\n")
-    with pytest.raises(UserError, match=r"draft\.prompts = 5: the model has no MTP layer"):
+    file.write_text("[model]\nd_model = 16\nlayers = 2\nheads = 2\nd_ff = 24\n[draft]\nprompts = 5\nform = 'mtp'\n")
+    with pytest.raises(UserError, match=r"draft\.form = mtp, draft\.prompts = 5: the model has no MTP layer"):
         load_recipe([file])
+
+
+LLAMA = """
+[start]
+vocab_size = 290
+tokenizer_rows = 100
+[model]
+d_model = 16
+layers = 4
+heads = 2
+d_ff = 24
+mixers = ["gqa", "gqa", "gqa", "gqa"]
+rope = { theta = 1e4 }
+[cold]
+steps = 30
+batch = 4
+"""
+
+
+def test_a_policy_without_an_mtp_layer_gets_a_copy_of_its_last_one(tmp_path):
+    file = tmp_path / "llama.toml"
+    file.write_text(TOY.replace("[draft]", "[draft]\nvocabulary = 64") + LLAMA)
+    out, stages = tmp_path / "run", ["tokenizer", "cold", "rl", "draft"]
+    run_recipe(load_recipe([file]), out, stages)
+    policy = hf.load(out / "models" / "rl")
+    draft = files.load(out / "models" / "draft", policy, files.vocabulary_hash(out / "models" / "rl"))
+    assert draft.config.form == "eagle3" and draft.d2t_W is not None and len(draft.d2t_W) == 64
+    assert {e["mode"] for e in measured(out)} == {"sampled", "greedy"}
 
 
 def told(name: str, accepted: list[int], proposed: int, looping: bool = False) -> Told:
