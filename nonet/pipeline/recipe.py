@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from nonet.rl.distill import DistillConfig
 from nonet.rl.effort import EffortConfig
 from nonet.tasks import catalog
 from nonet.types import EFFORTS, UserError
+
+SERVING = ("fastapi", "uvicorn", "prometheus_client", "httpx2")  # by `nonet serve` and its client
 
 
 class RunTable(Config):
@@ -76,6 +79,21 @@ class OwnDraftTable(FormTable):
     train: TrainConfig = Field(default_factory=TrainConfig)
 
 
+class ServeTable(Config):
+    """After the draft, the policy is served and held-out tasks are played over HTTP."""
+
+    prompts: int = Field(default=0, ge=0)  # held-out tasks of each cell and mode; 0: nothing is served
+    clients: int = Field(default=1, ge=1)  # tasks at the same time
+    tokens: int = Field(default=4, ge=1)  # drafted at a time
+
+    def require_packages(self) -> None:
+        """UserError where it is wanted and cannot be."""
+        if self.prompts and any(find_spec(name) is None for name in SERVING):
+            raise UserError(
+                f"serve.prompts = {self.prompts}: needs pip install 'nonet[serve,teachers]', or serve.prompts = 0"
+            )
+
+
 class EvalTable(Config):
     prompts: int = Field(default=1000, ge=2)  # held-out prompts per domain and mode
 
@@ -109,6 +127,7 @@ class Recipe(Config):
     distill: DistillConfig = Field(default_factory=DistillConfig)
     eval: EvalTable = Field(default_factory=EvalTable)
     draft: OwnDraftTable = Field(default_factory=OwnDraftTable)
+    serve: ServeTable = Field(default_factory=ServeTable)
     data: DataTable = Field(default_factory=DataTable)
     pretrain: PretrainConfig | None = None  # a recipe with this table is for `nonet pretrain`
     advice: AdviceTable = Field(default_factory=AdviceTable)
@@ -135,7 +154,8 @@ def load_recipe(files: Sequence[Path | str], overrides: Sequence[str] = (), quic
 
 
 def checked(recipe: Recipe) -> Recipe:
-    """The recipe, if its model can be built, and a draft of it where one is wanted."""
+    """The recipe, if its model can be built, and a draft of it and a server where they are wanted."""
+    recipe.serve.require_packages()
     start, wanted = recipe.start, recipe.draft.prompts
     if not start.model:
         config = recipe.model_config_for(start.vocab_size)

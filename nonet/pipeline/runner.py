@@ -18,7 +18,7 @@ from nonet.pipeline.recipe import Recipe
 from nonet.pipeline.stages import Stage
 from nonet.run import Run, write_atomic
 
-MEASURED = ("eval", "gain", "cell", "retention", "separation", "draft_measured", "sample")
+MEASURED = ("eval", "gain", "cell", "retention", "separation", "draft_measured", "served", "sample")
 
 
 def run_stages(
@@ -64,8 +64,8 @@ def start_over(run: Run, stage: str) -> None:
 
 
 def print_table(run: Run) -> None:
-    """Held-out reward before and after training per domain and mode, then the draft's acceptance, from the run's
-    events.
+    """Held-out reward before and after training per domain and mode, then the draft's acceptance and what clients
+    get, from the run's events.
     """
     evals = {(e["domain"], e["mode"], e["stage"]): e for e in run.events("eval")}
     table = Table(title="held-out reward, 95% intervals")
@@ -78,7 +78,7 @@ def print_table(run: Run) -> None:
         gain = f"{g['gain']:+.3f} [{g['low']:+.3f}, {g['high']:+.3f}]"
         table.add_row(g["domain"], g["mode"], str(g["n"]), *spread, stage.removeprefix("eval-"), gain)
     console = Console(width=120)
-    for shown in (table, draft_table(run)):
+    for shown in (table, draft_table(run), served_table(run)):
         if shown.row_count:
             console.print(shown)
     console.print(f"report: {run.path / 'report.html'}", soft_wrap=True)
@@ -96,6 +96,20 @@ def draft_table(run: Run) -> Table:
         g = e["factor"]
         gain = f"{g['ratio']:.2f}x [{g['low']:.2f}, {g['high']:.2f}]" if g else "-"
         table.add_row(e["domain"], e["mode"], str(e["tuned"]["requests"]), str(e["tokens"]), *lengths, gain)
+    return table
+
+
+def served_table(run: Run) -> Table:
+    """What clients get over HTTP, without and with the draft; no rows where nothing was served."""
+    table = Table(title="served: held-out tasks over HTTP, 95% intervals")
+    for column in ("domain", "mode", "tasks", "reward", "with draft", "drafted tokens that stood", "speed-up"):
+        table.add_column(column)
+    for e in run.events("served"):
+        alone, drafted = e["alone"], e.get("drafted")
+        rewards = [f"{f['reward']:.3f} [{f['low']:.3f}, {f['high']:.3f}]" if f else "-" for f in (alone, drafted)]
+        share = f"{drafted['stood'] / max(1, drafted['asked']):.0%}" if drafted else "-"
+        speedup = f"{e['speedup']:.2f}x" if drafted else "-"
+        table.add_row(e["domain"], e["mode"], str(alone["n"]), *rewards, share, speedup)
     return table
 
 

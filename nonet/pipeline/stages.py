@@ -6,6 +6,7 @@ eval-cold   evals/cold-CELL-MODE.json          (cells.py)
 rl          models/rl, budgets.json           (or experts, eval-expert, distill, eval-distill: experts.py)
 eval-rl     evals/rl-CELL-MODE.json, gains
 draft       models/draft                      the policy's own MTP layer made into a draft (draft_stage.py)
+serve       what clients get                  (serve_stage.py)
 sample, report
 """
 
@@ -25,6 +26,7 @@ from nonet.model.init import initialise
 from nonet.pipeline.cells import cells_of, compare, measure
 from nonet.pipeline.context import Context
 from nonet.pipeline.draft_stage import draft
+from nonet.pipeline.serve_stage import serve
 from nonet.protocols import TaskSource
 from nonet.rl.budgets import Budgets, measured
 from nonet.rl.config import RLConfig
@@ -150,4 +152,4 @@ def write_report(c: Context) -> None:
 Stage = tuple[str, Callable[[Context], None]]
 BEGIN: tuple[Stage, ...] = (("tokenizer", tokenizer), ("cold", cold), ("eval-cold", eval_cold))
 ONE_RUN: tuple[Stage, ...] = (("rl", rl), ("eval-rl", eval_rl))
-END: tuple[Stage, ...] = (("draft", draft), ("sample", sample), ("report", write_report))
+END: tuple[Stage, ...] = (("draft", draft), ("serve", serve), ("sample", sample), ("report", write_report))

@@ -23,6 +23,7 @@ from nonet.report import figures, levels, staleness, trajectories, viewer
 from nonet.report.acceptance import acceptance
 from nonet.report.headline import headline
 from nonet.report.read import Event, RunLog, latest_by, number, printable, read_experts, read_run, text, without_paths
+from nonet.report.serving import serving
 
 HERE = Path(__file__).parent
 MOST_SAMPLES, SAMPLE_CHARS = 20, 2000
@@ -116,6 +117,7 @@ def _tail(log: RunLog) -> dict[str, Any]:
     samples, notes = log.of("sample"), log.of("note")
     return {
         "draft": acceptance(log),
+        "served": serving(log),
         "samples": [(_long(e, "prompt"), _long(e, "text")) for e in samples[:MOST_SAMPLES]],
         "samples_cut": max(0, len(samples) - MOST_SAMPLES),
         "samples_missing": log.why_missing("sample", "samples"),

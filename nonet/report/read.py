@@ -18,7 +18,7 @@ from typing import Any
 Event = dict[str, Any]
 Points = list[tuple[float, float]]
 
-_BEGIN, _END = ("tokenizer", "cold", "eval-cold"), ("draft", "sample", "report")
+_BEGIN, _END = ("tokenizer", "cold", "eval-cold"), ("draft", "serve", "sample", "report")
 ONE_RUN = (*_BEGIN, "rl", "eval-rl", *_END)
 EXPERTS = (*_BEGIN, "experts", "eval-expert", "distill", "eval-distill", *_END)
 # Jobs other than one RL run, by a stage that only they have.

@@ -10,6 +10,7 @@ from typing import Any
 from nonet.engine import Engine
 from nonet.model import Model
 from nonet.progress import progress
+from nonet.protocols import Generator
 from nonet.rl.rollout import Rollout
 from nonet.rl.scoring import scorer
 from nonet.rl.setting import Setting, Split
@@ -50,17 +51,33 @@ def evaluate(
     split: Split = "heldout",
     samples: int = 1,
 ) -> list[Trajectory]:
-    """`samples` attempts at each task of the split, in index order. Failed attempts (sandbox, reward) are returned with
-    their reason.
+    """`played` by an engine over this model."""
+    return played(
+        Engine(model, max_batch), setting, indices, temperature, max_tokens, max_batch, split=split, samples=samples
+    )
+
+
+def played(
+    generator: Generator,
+    setting: Setting,
+    indices: Sequence[int],
+    temperature: float,
+    max_tokens: int,
+    at_once: int,
+    *,
+    split: Split = "heldout",
+    samples: int = 1,
+) -> list[Trajectory]:
+    """`samples` attempts at each task of the split, in index order, `at_once` of them at a time. Failed attempts
+    (sandbox, reward) are returned with their reason.
     """
     trajectories = [Trajectory(setting.task(split, i).id, i, k) for i in indices for k in range(samples)]
     sampling = Sampling(temperature=temperature, seed=setting.seed)
-    engine = Engine(model, max_batch)
-    rollout = Rollout(engine, setting.opener(split), scorer(setting.rewards_of), sampling, max_tokens)
+    rollout = Rollout(generator, setting.opener(split), scorer(setting.rewards_of), sampling, max_tokens)
     mode = "greedy" if temperature == 0 else "sampled"
     with progress(f"evaluating {setting.source.name} ({mode})", len(trajectories)) as bar:
-        for start in range(0, len(trajectories), max_batch):
-            part = trajectories[start : start + max_batch]
+        for start in range(0, len(trajectories), at_once):
+            part = trajectories[start : start + at_once]
             rollout.run(part, len(part))
             bar(start + len(part), "")
     return trajectories

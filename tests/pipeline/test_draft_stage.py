@@ -19,6 +19,7 @@ from nonet.pipeline import draft_stage, load_recipe, run_recipe
 from nonet.pipeline.draft_eval import Asked, Told
 from nonet.pipeline.draft_play import Policy, answer_of
 from nonet.pipeline.recipe import Recipe
+from nonet.pipeline.serve_stage import served
 from nonet.run import Run
 from nonet.types import Segment, Trajectory, UserError
 
@@ -47,6 +48,10 @@ batch_tokens = 128
 steps = 6
 unroll = 3
 eval_every = 2
+[serve]
+prompts = 4
+clients = 2
+tokens = 3
 """
 
 
@@ -91,6 +96,29 @@ def test_both_drafts_are_measured_by_domain_and_mode_and_shown(finished, recipe,
     run_recipe(recipe, finished)
     assert "acceptance length (bonus token included)" in capsys.readouterr().out
     assert "Acceptance by position" in (finished / "report.html").read_text()
+
+
+def test_clients_are_told_the_same_with_the_draft_and_without(finished, recipe, capsys):
+    """Played over HTTP against two servers; greedy attempts are those of the engine, reward by reward."""
+    found = list(Run(finished).events("served"))
+    assert [(e["mode"], e["domain"]) for e in found] == [
+        (mode, domain) for mode in ("sampled", "greedy") for domain in ("general", "agents")
+    ]
+    for e in found:
+        alone, drafted = e["alone"], e["drafted"]
+        assert alone["asked"] == 0 < drafted["asked"] and 0 <= drafted["stood"] <= drafted["asked"]
+        assert alone["n"] == drafted["n"] == 4 and e["speedup"] > 0
+        if e["mode"] == "greedy":
+            assert (alone["reward"], alone["tokens"]) == (drafted["reward"], drafted["tokens"])
+    run_recipe(recipe, finished)
+    assert "held-out tasks over HTTP" in capsys.readouterr().out
+    assert "Drafted tokens that stood" in (finished / "report.html").read_text()
+
+
+def test_a_server_that_does_not_come_up_says_why(tmp_path):
+    said = pytest.raises(UserError, match=r"serve: ended with status 2: .*config\.json")
+    with said, served(tmp_path, tmp_path / "log"):
+        pass
 
 
 def test_answers_are_whole_episodes_with_tools_of_training_tasks(finished):

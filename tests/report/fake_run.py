@@ -110,7 +110,13 @@ def _draft() -> list[dict[str, Any]]:
                 row[name] = {"requests": 100, "looping": 0.0, "length": length, "low": length - 0.2}
                 row[name] |= {"high": length + 0.2, "steps": 900, "positions": positions}
             out.append({"kind": "draft_measured", **row, "factor": {"ratio": 1.52, "low": 1.4, "high": 1.63}})
-    return [*out, _stage("draft", "done", seconds=21.0)]
+    out.append(_stage("draft", "done", seconds=21.0))
+    reward = {"n": 50, "reward": 0.62, "low": 0.5, "high": 0.74, "seconds": 3.0, "tokens": 900}
+    for mode in ("sampled", "greedy"):
+        drafted = {**reward, "seconds": 2.0, "asked": 800, "stood": 520}
+        out.append({"kind": "served", "domain": "general", "mode": mode, "alone": reward, "drafted": drafted})
+        out[-1] |= {"speedup": 1.5}
+    return [*out, _stage("serve", "done", seconds=9.0)]
 
 
 def _rl(rng: random.Random, steps: int) -> list[dict[str, Any]]:

@@ -177,7 +177,7 @@ def test_a_run_of_experts_is_read_with_them(tmp_path: Path):
     page = check(tmp_path)
     assert "Held-out reward, before and after distillation" in page.text
     assert "+0.250" not in page.text
-    assert "not started: tokenizer, cold, eval-cold, eval-expert, distill, eval-distill, draft, sample" in page.text
+    assert "eval-cold, eval-expert, distill, eval-distill, draft, serve, sample" in page.text
     assert "this run and its 2 experts" in page.text
     assert "KL to the teachers" in page.text
     assert "general: tokens by level" in page.text
