@@ -24,6 +24,8 @@ from nonet.pipeline.lanes import Job, run_jobs
 from nonet.pipeline.recipe import Recipe
 from nonet.pipeline.runner import run_stages
 from nonet.pipeline.stages import evaluate_after, measure_budgets, rl_loop
+from nonet.rl.config import RLConfig
+from nonet.rl.distill import DistillConfig
 from nonet.rl.retention import Played, retention, separation
 from nonet.run import Run
 from nonet.types import UserError
@@ -95,10 +97,15 @@ def _train(c: Context, cell: Cell) -> None:
 
 def student(c: Context) -> None:
     """models/cold, taught by all of them; the level is named to a teacher as it was when that was trained."""
+    teach(c, *teaching(c))
+
+
+def teaching(c: Context) -> tuple[DistillConfig, RLConfig]:
+    """How the student is taught: by the experts of this run."""
     assert c.recipe.experts is not None
     teachers = {f"{cell.domain}:{cell.effort}": str(model_of(c.root, cell)) for cell in cells_of(c.recipe)}
     config = c.recipe.distill.model_copy(update={"experts": teachers, "teacher_effort": True})
-    teach(c, config, c.recipe.rl_with(c.recipe.experts.student, "experts.student"))
+    return config, c.recipe.rl_with(c.recipe.experts.student, "experts.student")
 
 
 def eval_student(c: Context) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 import torch
 from test_runner import TOY
 
+from nonet.bench import merging, merging_rivals
 from nonet.model import hf
 from nonet.pipeline import load_recipe, run_recipe
 from nonet.pipeline.cells import cells_of
@@ -127,3 +129,29 @@ def test_what_merging_kept_is_recorded_with_what_each_model_wrote(finished):
 def test_an_unknown_expert_is_named(finished):
     with pytest.raises(UserError, match=r"expert 'general-high': .* has none of this name"):
         train_one(finished, "general-high")
+
+
+def test_every_way_of_merging_is_measured_beside_the_student(recipe_file, finished, tmp_path, monkeypatch):
+    """`nonet bench merging` on a run of its own recipe's kind; what it has made it does not make again."""
+    out = tmp_path / "nine"
+    shutil.copytree(finished, out)
+    monkeypatch.setattr(merging_rivals, "SUCCESS", -1.0)  # toy experts never succeed
+    recipe = load_recipe([recipe_file])
+    found = merging.of_seed(recipe, out)
+    assert list(found["ways"]) == [merging.STUDENT, *merging_rivals.RIVALS]
+    budget = found["ways"][merging.STUDENT]["tokens"]
+    for name, way in found["ways"].items():
+        assert set(way["cells"]) == {c.replace("-", ":") for c in CELLS}
+        assert way["tokens"] == 0 if name == "average" else way["tokens"] > 0
+    assert all(found["ways"][name]["tokens"] >= budget for name in ("mixed", "kl_topk", "kl_full"))
+    assert set(found["over_best"]) == {"max", "low"} and set(found["gains"]) == set(way["cells"])
+    before = {f: f.stat().st_mtime_ns for f in (out / "rivals").rglob("*.json")}
+    assert merging.of_seed(recipe, out) == found
+    assert before == {f: f.stat().st_mtime_ns for f in (out / "rivals").rglob("*.json")}
+
+
+def test_an_average_is_the_mean_of_the_weights(finished):
+    folders = [finished / "experts" / name / "model" for name in CELLS]
+    mean, states = merging_rivals.average(folders).state_dict(), [weights(f) for f in folders]
+    for name, w in mean.items():
+        torch.testing.assert_close(w, sum(s[name] for s in states) / len(states))
