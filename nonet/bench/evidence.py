@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from nonet.run import write_atomic
@@ -49,7 +50,7 @@ def main(arguments: list[str]) -> int:
     for line in lines:
         if line.name in results:
             continue
-        console.print(f"[bold]{line.name}[/bold] {line.asks}")
+        console.print(f"[bold]{line.name}[/bold] {escape(line.asks)}")
         began = time.time()
         figures, ok = line.collect()
         results[line.name] = {"figures": figures, "ok": ok, "seconds": round(time.time() - began, 1)}

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 
 from nonet.engine.bound import fast_bound
 from nonet.lm.advice import TOKENS_PER_PARAMETER, advise
@@ -36,7 +37,7 @@ def print_check(recipe: Recipe) -> None:
             console.print(line, highlight=False)
     found = list(warnings(recipe, config))
     for warning in found:
-        console.print(f"[yellow]no effect:[/yellow] {warning}", highlight=False)
+        console.print(f"[yellow]no effect:[/yellow] {escape(warning)}", highlight=False)
     if not found:
         console.print("every setting can take effect")
 
@@ -117,6 +118,10 @@ def _rl_warnings(recipe: Recipe, config: ModelConfig) -> Iterator[str]:
         yield f"cold.mtp_weight = {cold.mtp_weight}: the model has no MTP layer (model.mtp_layers = 0)"
     if cold and cold.warmup >= cold.steps:
         yield f"cold.lr = {cold.lr} is never reached: cold.warmup = {cold.warmup} of {cold.steps} steps"
+    if recipe.effort is not None and recipe.limits is None:
+        yield f"[effort]: no level of tasks.efforts = {', '.join(recipe.tasks.efforts)} is limited"
+    if recipe.distill.experts and recipe.experts is not None:
+        yield "distill.experts: the student of [experts] is taught by the experts of the run"
     if rl.warmup >= rl.steps:
         yield f"rl.lr = {rl.lr} is never reached: rl.warmup = {rl.warmup} of {rl.steps} steps"
     if rl.fraction == 1 and rl.minibatches == 1:

@@ -245,7 +245,7 @@ class Job:
 
 
 def say(text: str) -> None:
-    Console(stderr=True, highlight=False).print(text, soft_wrap=True)
+    Console(stderr=True, highlight=False, markup=False).print(text, soft_wrap=True)
 
 
 # ---------------------------------------------------------------------------------- export

@@ -132,6 +132,14 @@ class Recipe(Config):
     pretrain: PretrainConfig | None = None  # a recipe with this table is for `nonet pretrain`
     advice: AdviceTable = Field(default_factory=AdviceTable)
 
+    @property
+    def limits(self) -> EffortConfig | None:
+        """[effort], where it limits any cell of this recipe."""
+        t, effort = self.tasks, self.effort
+        if effort is None or not any(effort.ends(domain, level) for domain in t.sources for level in t.efforts):
+            return None
+        return effort
+
     def rl_with(self, changes: Mapping[str, Any], where: str) -> RLConfig:
         """[rl] with some of its values replaced."""
         return build(RLConfig, merge(self.rl.model_dump(), changes), where)

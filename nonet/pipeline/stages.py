@@ -110,15 +110,15 @@ def rl(c: Context) -> None:
 
 
 def measure_budgets(c: Context) -> None:
-    """budgets.json, by the cold start, where the recipe has [effort]."""
-    effort = c.recipe.effort
+    """budgets.json, by the cold start, where the recipe limits a level."""
+    effort = c.recipe.limits
     if effort is not None:
         measured(hf.load(c.models("cold")), c.everything(), effort.budget, c.recipe.rl, c.root / BUDGETS)
 
 
 def rl_loop(c: Context, model: Model, setting: Setting, config: RLConfig) -> Loop:
-    """With the measured budgets where the recipe has [effort]."""
-    effort, seed = c.recipe.effort, c.recipe.run.seed
+    """With the measured budgets where the recipe limits a level."""
+    effort, seed = c.recipe.limits, c.recipe.run.seed
     if effort is None:
         return Loop(model, setting, config, c.run, seed)
     return budgeted(model, setting, effort, Budgets.open(c.root / BUDGETS, effort.budget), config, c.run, seed)

@@ -71,9 +71,13 @@ class EffortConfig(Config):
                 )
         return value
 
+    def ends(self, domain: str, effort: str) -> tuple[float, float] | None:
+        """First and last multiplier; None where the level is not limited."""
+        return self.multipliers.get(f"{domain}:{effort}", self.multipliers.get(effort))
+
     def multiplier(self, task: Task, step: int) -> float:
         """m; infinite where the task's level is not limited."""
-        ends = self.multipliers.get(f"{task.domain}:{task.effort}", self.multipliers.get(task.effort))
+        ends = self.ends(task.domain, task.effort)
         if ends is None:
             return math.inf
         first, last = ends

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from nonet.pipeline import load_recipe
+from nonet.pipeline.check import print_check
 from nonet.pipeline.drafting import Job
 from nonet.types import UserError
 
@@ -71,3 +72,11 @@ def test_mistakes_are_one_sentence_before_any_work(tmp_path, override, sentence)
 def test_quick_without_an_overlay_says_where_it_should_lie(tmp_path):
     with pytest.raises(UserError, match=r"--quick: .*a\.quick\.toml does not exist"):
         load_recipe([write(tmp_path / "a.toml", BASE)], quick=True)
+
+
+def test_a_table_that_does_nothing_is_named_with_its_brackets(capsys):
+    recipe = load_recipe([RECIPES / "nano.toml"], ['tasks.efforts=["max"]'])
+    assert recipe.effort is not None and recipe.limits is None
+    print_check(recipe)
+    assert "no effect: [effort]: no level of tasks.efforts = max is limited" in capsys.readouterr().out
+    assert load_recipe([RECIPES / "nano.toml"]).limits is not None
