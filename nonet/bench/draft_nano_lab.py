@@ -1,6 +1,6 @@
 """One backbone of `nonet bench draft_nano`: its answers, their features, and drafts trained and measured on them.
 
-FOLDER/backbone-SEED/     tokenizer and cold start of recipes/nano.toml, quick profile      (pipeline/stages.py)
+FOLDER/backbone-SEED/     tokenizer and cold start of recipes/nano-rl.toml, quick profile      (pipeline/stages.py)
 FOLDER/answers-SEED/      what it says to training tasks, and FOLDER/other-SEED to other ones
 FOLDER/features-SEED/     its hidden states there
 FOLDER/runs, drafts, results     of each cell; a cell whose result is there is not run again

@@ -47,12 +47,12 @@ def fresh_clone() -> tuple[dict[str, Any], bool]:
 
 
 def full_recipe() -> tuple[dict[str, Any], bool]:
-    """Three seeds of recipes/nano.toml: gains in sampled reward with intervals, greedy beside it."""
+    """Three seeds of recipes/nano-rl.toml: gains in sampled reward with intervals, greedy beside it."""
     figures: dict[str, Any] = {}
     ok = True
     for seed in SEEDS:
         out = FOLDER / f"nano-seed{seed}"
-        done = _run(*_nonet("run", "recipes/nano.toml", "--out", str(out), "--set", f"run.seed={seed}"))
+        done = _run(*_nonet("run", "recipes/nano-rl.toml", "--out", str(out), "--set", f"run.seed={seed}"))
         (FOLDER / f"nano-seed{seed}.log").write_text(done.stdout + done.stderr)
         run = Run(out)
         minutes = sum(e["seconds"] for e in run.events("stage") if e["status"] == "done") / 60
@@ -81,7 +81,7 @@ def survives_kill() -> tuple[dict[str, Any], bool]:
     """kill -9 `nonet run` at three random moments; it completes, and every sampled prompt was trained exactly once."""
     out, rng = FOLDER / "killed", random.Random(0)
     _run("rm", "-rf", str(out))
-    job = _nonet("run", "recipes/nano.toml", "--quick", "--out", str(out))
+    job = _nonet("run", "recipes/nano-rl.toml", "--quick", "--out", str(out))
     short = ["--set", "cold.steps=60", "--set", "rl.steps=12", "--set", "rl.save_every_s=2", "--set", "eval.prompts=20"]
     moments = []
     for _ in range(3):

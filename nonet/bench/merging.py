@@ -47,7 +47,10 @@ def measure(only: Sequence[str] = ()) -> dict[str, Any]:
     if unknown := [name for name in only if name not in (*SEEDS, "runs")]:
         raise UserError(f"bench merging: only {unknown[0]!r}: use runs, or seeds {', '.join(SEEDS)}")
     seeds = [s for s in only if s != "runs"] or list(SEEDS)
-    found = [of_seed(load_recipe([RECIPE], [f"run.seed={s}"]), FOLDER / f"seed-{s}", "runs" in only) for s in seeds]
+    found = [
+        of_seed(load_recipe([RECIPE.with_name("nano.toml")], [f"run.seed={s}"]), FOLDER / f"seed-{s}", "runs" in only)
+        for s in seeds
+    ]
     print_table(found)
     return {**worst(found), "seeds": dict(zip(seeds, found, strict=True))}
 

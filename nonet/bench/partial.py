@@ -4,7 +4,7 @@ The whole loop runs: pool, park store, engine, re-prefill after every update, le
 number of groups, from the same start, in three seeds. Two kinds of work:
 
     tail   a policy whose lengths are scripted: log-normal, sigma 1, at most 16 times the median
-    nano   recipes/nano.toml after its cold start (quick profile), its own lengths, its three domains
+    nano   recipes/nano-rl.toml after its cold start (quick profile), its own lengths, its three domains
 
 Three clocks tell the time from the same runs, since no decision depends on it:
 

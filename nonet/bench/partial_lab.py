@@ -1,6 +1,6 @@
 """One run of `nonet bench partial`: a kind of work, a pause fraction, a seed.
 
-FOLDER/start-SEED/          tokenizer and cold start of recipes/nano.toml, quick profile      (pipeline/stages.py)
+FOLDER/start-SEED/          tokenizer and cold start of recipes/nano-rl.toml, quick profile      (pipeline/stages.py)
 FOLDER/KIND-FRACTION-SEED/  the run directory of the loop, which continues where it was stopped
 """
 

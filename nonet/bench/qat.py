@@ -1,6 +1,6 @@
 """Loss with MXFP4 experts: quantised after training, and trained on the grid (QAT), over the unquantised loss.
 
-recipes/nano.toml's model on its own worked answers: one base a seed, then the same further steps on the same rows,
+recipes/nano-rl.toml's model on its own worked answers: one base a seed, then the same further steps on the same rows,
 plain and under `quant`. gap: held-out next-token loss, nats a token, over the plain model's unquantised one, of (a) the
 plain model seen through `quant`, (b) the model that was trained under it. Both sides have seen the same tokens, so what
 is left of the difference is quantisation, not luck of training.
@@ -27,7 +27,7 @@ from nonet.pipeline.stages import demonstration_rows, tokenizer
 from nonet.quant import QuantConfig
 from nonet.run import Run
 
-RECIPE = Path(nonet.__path__[0]).parent / "recipes" / "nano.toml"
+RECIPE = Path(nonet.__path__[0]).parent / "recipes" / "nano-rl.toml"
 SEEDS, STEPS, FURTHER, HELD_OUT, BATCH = (0, 1, 2), 250, 80, 256, 32
 GENTLER = 0.2  # of the base's learning rate
 FORMATS = {

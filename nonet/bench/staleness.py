@@ -4,8 +4,8 @@ A batch of age n was sampled by the policy of n updates ago. `rewards`: eight ob
 ages 0 to 8. `regulariser`: K25 with tau above 0 less K25 with tau 0, paired by seed (same start, tasks and random
 numbers), its square anchored on each token's own behaviour policy or on the policy that the iteration began with.
 Intervals are over seeds (Student's t). Two games: `toy`, whose expected reward is exact, is what runs by default;
-`--only nano` plays recipes/nano.toml's policy on fewer cells. Every course is kept under runs/staleness, and a run that
-was stopped continues.
+`--only nano` plays recipes/nano-rl.toml's policy on fewer cells. Every course is kept under runs/staleness, and a run
+that was stopped continues.
 """
 
 from __future__ import annotations

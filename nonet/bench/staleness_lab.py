@@ -2,7 +2,7 @@
 
 At every update the current policy samples a batch, which waits for `age` updates until it is trained; before the first
 update the initial policy samples `age` batches, so that the first ones trained are younger. Two games: a toy whose
-expected reward is a sum over all answers, and recipes/nano.toml's policy after its cold start (quick profile).
+expected reward is a sum over all answers, and recipes/nano-rl.toml's policy after its cold start (quick profile).
 
 FOLDER/results/GAME-NAME-age-SEED.json   reward at the end, course of the toy's reward, figures by age
 FOLDER/backbone/                         tokenizer and cold start of the nano policy                (pipeline/stages.py)
@@ -166,7 +166,7 @@ def tiny(words: int) -> ModelConfig:
 
 
 class Nano:
-    """recipes/nano.toml's policy, optimiser and tasks; reward: sampled, on MEASURED held-out tasks."""
+    """recipes/nano-rl.toml's policy, optimiser and tasks; reward: sampled, on MEASURED held-out tasks."""
 
     GROUPS, MEASURED = 16, 300
     updates = 24
