@@ -1,8 +1,8 @@
 """A draft out of the MTP layer at laptop size: its gain over the untouched layer, and what each choice is worth.
 
 recipes/nano-rl.toml's model after its cold start (quick profile), three seeds. Every draft is tuned on the same batches
-of answers that the backbone samples to training tasks, and measured by real verification on held-out ones: temperature 1,
-seven tokens drafted from the draft's own distribution; acceptance length is tokens a verifying step, the bonus token
+of answers that the backbone samples to training tasks, and measured by real verification on held-out ones: temperature
+1, seven tokens drafted from the draft's own distribution; acceptance length is tokens a verifying step, the bonus token
 included. Compared: the untouched MTP layer and the tuned one (`gain`); unroll {1, 7} x fusion {frozen at [0 0 I],
 trained} x loss {KL, -log overlap}; the best of these with its experts on the MX grid, trained there and rounded
 afterwards; and on one backbone what it costs not to have the corpus: a draft from the co-trained MTP, from an MTP added
