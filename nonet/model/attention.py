@@ -1,7 +1,7 @@
 """The two softmax mixers: grouped-query attention with rotary positions, and K3's gated MLA without positions.
 
 Both take a `Span` (model/span.py). With no state a call is fresh and causal; right padding is then invisible to real
-positions, and packed documents are invisible to each other.
+positions, and packed documents are invisible to each other, but for what the sequences of a tree share.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ def attend(q_BHTK: Tensor, k_BHLK: Tensor, v_BHLV: Tensor, span: Span, scale: fl
     """softmax(q k^T * scale) v with grouped keys; causal if the span is fresh, masked otherwise."""
     if span.unrolled is not None and span.unrolled.add(k_BHLK, v_BHLV) > 1:
         return span.unrolled.attend(q_BHTK, scale)
+    if span.tree is not None:
+        return span.tree.attend(q_BHTK[0], k_BHLK[0], v_BHLV[0], scale).unsqueeze(0)
     if span.documents is not None:
         parts = [
             attend(q_BHTK[:, :, a:b], k_BHLK[:, :, a:b], v_BHLV[:, :, a:b], Span.fresh(), scale)

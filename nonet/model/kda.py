@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
 from nonet.model.config import ModelConfig
 from nonet.model.ffn import RMSNorm
 from nonet.model.span import Span
+from nonet.model.tree import Tree
 from nonet.ops.kda import kda, kda_epilogue, kda_prologue, kda_step_
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What stands in front of the scan, by position: projections of q, k and v, decay logits (None: no decay), beta's
+    logits.
+    """
+
+    projected: tuple[Tensor, Tensor, Tensor]
+    z_BTC: Tensor | None
+    b_BTH: Tensor
+
+    def part(self, begin: int, end: int) -> Inputs:
+        q, k, v = (x[:, begin:end] for x in self.projected)
+        return Inputs((q, k, v), None if self.z_BTC is None else self.z_BTC[:, begin:end], self.b_BTH[:, begin:end])
 
 
 class KDA(nn.Module):
@@ -46,22 +65,15 @@ class KDA(nn.Module):
     def forward(self, x_BTD: Tensor, span: Span, state: dict | None) -> Tensor:
         starts = None if span.documents is None else span.documents.starts
         tail_BPX = None if state is None else state["tail"][span.slots]
-        where = {"starts": starts, "counts": span.counts_B}
-        convolutions = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
         projected = (self.q_proj(x_BTD), self.k_proj(x_BTD), self.v_proj(x_BTD))
-        q, k, v, g, beta, tail = kda_prologue(
-            projected,
-            (convolutions[0].weight[:, 0], convolutions[1].weight[:, 0], convolutions[2].weight[:, 0]),
-            tail_BPX,
-            None if self.decay == "none" else self.f_b_proj(self.f_a_proj(x_BTD)),
-            self.b_proj(x_BTD),
-            self.A_log,
-            self.dt_bias,
-            self.floor,
-            **where,
-        )
+        z_BTC = None if self.decay == "none" else self.f_b_proj(self.f_a_proj(x_BTD))
+        inputs = Inputs(projected, z_BTC, self.b_proj(x_BTD))
+        if span.tree is not None:
+            o = self._branch(inputs, span.tree)
+            return self._out(o, x_BTD)
+        q, k, v, g, beta, tail = self._prepared(inputs, tail_BPX, starts, span.counts_B)
         if state is None:
-            o = kda(q, k, v, g, beta, None, self.floor, **where)[0]
+            o = kda(q, k, v, g, beta, None, self.floor, starts=starts, counts=span.counts_B)[0]
         elif span.after_BT is not None:
             assert tail_BPX is not None
             inputs_BTX = torch.cat([tail_BPX, torch.cat(projected, -1)], 1)
@@ -70,8 +82,37 @@ class KDA(nn.Module):
         else:
             state["tail"][span.slots] = tail
             o = self._extend(q, k, v, g, beta, state["matrix"], span)
+        return self._out(o, x_BTD)
+
+    def _prepared(
+        self, inputs: Inputs, tail_BPX: Tensor | None, starts: Sequence[int] | None, counts_B: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """q, k, v, g, beta and the last inputs of the convolutions."""
+        return kda_prologue(
+            inputs.projected,
+            (self.q_conv1d.weight[:, 0], self.k_conv1d.weight[:, 0], self.v_conv1d.weight[:, 0]),
+            tail_BPX,
+            inputs.z_BTC,
+            inputs.b_BTH,
+            self.A_log,
+            self.dt_bias,
+            self.floor,
+            starts=starts,
+            counts=counts_B,
+        )
+
+    def _branch(self, inputs: Inputs, tree: Tree) -> Tensor:
+        """Shared parts first; own ones go on from their group's state and last inputs."""
+        first, then = inputs.part(0, tree.split), inputs.part(tree.split, tree.total)
+        q, k, v, g, beta, tail_GPX = self._prepared(first, None, tree.shared_starts)
+        shared, state_GHKV = kda(q, k, v, g, beta, None, self.floor, starts=tree.shared_starts)
+        q, k, v, g, beta, _ = self._prepared(then, tail_GPX[tree.parent_S], tree.own_starts)
+        own, _ = kda(q, k, v, g, beta, state_GHKV[tree.parent_S], self.floor, starts=tree.own_starts)
+        return torch.cat([shared, own], 1)
+
+    def _out(self, o_BTHV: Tensor, x_BTD: Tensor) -> Tensor:
         gate = self.g_b_proj(self.g_a_proj(x_BTD)) if self.low_rank else self.g_proj(x_BTD)
-        return self.o_proj(kda_epilogue(o, gate, self.o_norm.weight, self.o_norm.eps))
+        return self.o_proj(kda_epilogue(o_BTHV, gate, self.o_norm.weight, self.o_norm.eps))
 
     @property
     def floor(self) -> float | None:

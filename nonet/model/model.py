@@ -26,6 +26,7 @@ from nonet.model.moe import MoE
 from nonet.model.span import Documents, Span
 from nonet.model.state import PAGE, SequenceState
 from nonet.model.taps import Taps
+from nonet.model.tree import Tree
 
 
 class Block(nn.Module):
@@ -105,14 +106,15 @@ class Model(nn.Module):
         counts_B: Tensor | None = None,
         starts: Sequence[int] | None = None,
         taps: Taps | None = None,
+        tree: Tree | None = None,
     ) -> Tensor:
         """hidden_BTD before the final norm.
 
         counts_B: how many of the T tokens of each row are real (right padding after them); None: all. state: extended
         in place by each row's real tokens; None: fresh sequences, nothing kept. starts: where documents packed into the
-        one row begin; they do not see each other. taps: filled with the hidden states it names.
+        one row begin; they do not see each other. tree: of the one row. taps: filled with the hidden states it names.
         """
-        span = self.span(tokens_BT, state, counts_B, starts)
+        span = self.span(tokens_BT, state, counts_B, starts, tree)
         stream = Stream(self.embed_tokens(tokens_BT))
         for i, layer in enumerate(self.layers):
             assert isinstance(layer, Block)
@@ -154,13 +156,18 @@ class Model(nn.Module):
         state: SequenceState | None = None,
         counts_B: Tensor | None = None,
         starts: Sequence[int] | None = None,
+        tree: Tree | None = None,
     ) -> Span:
         T, device = tokens_BT.shape[1], tokens_BT.device
         steps_T = torch.arange(T, device=device)
         valid = None if counts_B is None else steps_T < counts_B[:, None]
+        packed = starts is not None or tree is not None
+        if packed and (state is not None or counts_B is not None or len(tokens_BT) != 1):
+            raise ValueError("packed documents are one fresh row: no state, no counts, batch 1")
+        if tree is not None:
+            positions_BT = tree.positions_N.to(device).unsqueeze(0)
+            return Span(positions_BT, None, None, tree=tree, rotation=self.rotation(positions_BT))
         if starts is not None:
-            if state is not None or counts_B is not None or len(tokens_BT) != 1:
-                raise ValueError("packed documents are one fresh row: no state, no counts, batch 1")
             documents = Documents(starts, T)
             positions_BT = documents.positions_N.to(device).unsqueeze(0)
             return Span(positions_BT, None, None, documents=documents, rotation=self.rotation(positions_BT))

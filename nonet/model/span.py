@@ -11,6 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from nonet.model.tree import Tree
 from nonet.ops.unrolled import unrolled_attention
 
 
@@ -71,6 +72,7 @@ class Span:
     after_BT       KDA slots that get the state after each token (None: `slots` get the last)
     mask_B1TL      True where a query may look, over the positions of table_BP (None: fresh and causal)
     documents      of a packed row (None: every row is one sequence)
+    tree           of a row of sequences that begin alike (None: it is no such row)
     rotation       cos and signed sin of the positions (None: a model without rotary positions)
     unrolled       what earlier steps of an unrolled draft layer wrote (None: this is no such step)
     """
@@ -85,6 +87,7 @@ class Span:
     row_pages: int = 0
     mask_B1TL: Tensor | None = None
     documents: Documents | None = None
+    tree: Tree | None = None
     rotation: tuple[Tensor, Tensor] | None = None
     unrolled: Unrolled | None = None
     after_BT: Tensor | None = None

@@ -6,13 +6,15 @@ token carries the log-prob it was sampled with, and the tokens are the trajector
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from nonet.model.tree import Tree
 from nonet.rl.invariants import InvariantError, check_budget, check_row
 from nonet.types import Trajectory
 
@@ -59,43 +61,58 @@ class PackedBatch:
     def length(self, row: int) -> int:
         return self.starts[row + 1] - self.starts[row]
 
-    def padded(self, rows: Sequence[int]) -> Padded:
-        """Some rows as right-padded [B, T] tensors."""
-        longest = max(self.length(r) for r in rows)
-        tokens_BT = self.tokens_T.new_zeros(len(rows), longest)
-        mask_BT = self.mask_T.new_zeros(len(rows), longest)
-        index_BT = self.tokens_T.new_full((len(rows), longest), -1)
-        for b, r in enumerate(rows):
-            start, end = self.starts[r], self.starts[r + 1]
-            tokens_BT[b, : end - start] = self.tokens_T[start:end]
-            mask_BT[b, : end - start] = self.mask_T[start:end]
-            index_BT[b, : end - start] = torch.arange(start, end)
-        return Padded(tokens_BT, mask_BT, index_BT, list(rows))
+    def prompt(self, row: int) -> tuple[int, ...]:
+        """The tokens before the first trained one, but at least one: nothing predicts the first."""
+        start, end = self.starts[row], self.starts[row + 1]
+        trained = int(self.mask_T[start:end].int().argmax())
+        return tuple(self.tokens_T[start : start + max(1, trained)].tolist())
+
+    def part(self, rows: Sequence[int], share: bool = True) -> Part:
+        """Some rows as one: prompts once each, then what follows them, up to the last token that is trained. share:
+        rows with the same prompt have it together.
+        """
+        groups = list(self.by_prompt(rows, share))
+        prompts = [len(prompt) for prompt, _ in groups]
+        kept = [r for _, members in groups for r in members]
+        begins = {r: self.starts[r] + n for n, (_, members) in zip(prompts, groups, strict=True) for r in members}
+        trained = {r: self.mask_T[begins[r] : self.starts[r + 1]].nonzero()[:, 0] for r in kept}
+        own = {r: max(1, int(trained[r][-1])) for r in kept}  # the last one is predicted, and predicts nothing
+        tree = Tree(prompts, [[own[r] for r in members] for _, members in groups])
+        ids = [torch.tensor(prompt) for prompt, _ in groups]
+        ids += [self.tokens_T[begins[r] : begins[r] + own[r]] for r in kept]
+        ends = torch.tensor(tree.shared_starts)[tree.parent_S] + torch.tensor(prompts)[tree.parent_S] - 1
+        before = [
+            torch.where(trained[r] > 0, tree.split + start + trained[r] - 1, end)
+            for r, start, end in zip(kept, tree.own_starts, ends.tolist(), strict=True)
+        ]
+        counts = torch.tensor([len(trained[r]) for r in kept])
+        index_N = torch.cat([begins[r] + trained[r] for r in kept])
+        row_N = torch.arange(len(kept)).repeat_interleave(counts)
+        return Part(torch.cat(ids).unsqueeze(0), tree, torch.cat(before), self.tokens_T[index_N], index_N, row_N, kept)
+
+    def by_prompt(self, rows: Sequence[int], share: bool = True) -> Iterator[tuple[tuple[int, ...], list[int]]]:
+        """Rows sorted into those with the same prompt. share False: each by itself."""
+        found: dict[tuple[Any, ...], list[int]] = {}
+        for r in rows:
+            found.setdefault((self.prompt(r), None if share else r), []).append(r)
+        for (prompt, _), members in found.items():
+            yield prompt, members
 
 
 @dataclass
-class Padded:
-    """index_BT: where each token is in the flat batch (-1: padding). rows: which row of the batch each is."""
+class Part:
+    """Rows of a batch as one row of L tokens (model/tree.py). Of its N trained tokens, row by row: from_N, which
+    position predicts each; target_N, its id; index_N, where it is in the flat batch; row_N, which of `rows` it is of.
+    rows: numbers in the batch, in this order.
+    """
 
-    tokens_BT: Tensor
-    mask_BT: Tensor
-    index_BT: Tensor
+    tokens_1L: Tensor
+    tree: Tree
+    from_N: Tensor
+    target_N: Tensor
+    index_N: Tensor
+    row_N: Tensor
     rows: list[int]
-
-    @property
-    def where_BT(self) -> Tensor:
-        """[B, T-1]: True where the logits of a position predict a trained token."""
-        return self.mask_BT[:, 1:]
-
-    @property
-    def index_N(self) -> Tensor:
-        """Where the N trained tokens are in the flat batch, row by row."""
-        return self.index_BT[:, 1:][self.where_BT]
-
-    @property
-    def row_N(self) -> Tensor:
-        """Which of this part's rows each trained token is of."""
-        return torch.arange(len(self.rows))[:, None].expand(self.where_BT.shape)[self.where_BT]
 
 
 def pack(scored: Sequence[Scored], budget: int | None = None) -> PackedBatch:
@@ -143,12 +160,24 @@ def _worth(item: Scored, budget: int | None) -> tuple[float, ...]:
     return item.advantages
 
 
-def micro_batches(batch: PackedBatch, rows: Sequence[int], tokens: int) -> list[list[int]]:
-    """Rows grouped by length so that each forward holds at most `tokens` padded tokens (or one row)."""
-    out: list[list[int]] = []
-    for r in sorted(rows, key=batch.length):
-        if out and batch.length(r) * (len(out[-1]) + 1) <= tokens:
-            out[-1].append(r)
+def micro_batches(batch: PackedBatch, rows: Sequence[int], tokens: int, share: bool = True) -> list[list[int]]:
+    """Rows, like lengths together, so that each forward holds at most `tokens` tokens, shared
+    prompts once (or one row).
+    """
+    units: list[tuple[int, list[int]]] = []
+    for prompt, members in batch.by_prompt(rows, share):
+        room = 0
+        for r in sorted(members, key=batch.length):
+            own = batch.length(r) - len(prompt)
+            if own > room:
+                units.append((len(prompt), []))
+                room = tokens - len(prompt)
+            units[-1] = units[-1][0] + own, [*units[-1][1], r]
+            room -= own
+    out: list[tuple[int, list[int]]] = []
+    for cost, members in sorted(units, key=lambda unit: batch.length(unit[1][-1])):
+        if out and out[-1][0] + cost <= tokens:
+            out[-1] = out[-1][0] + cost, [*out[-1][1], *members]
         else:
-            out.append([r])
-    return out
+            out.append((cost, members))
+    return [members for _, members in out]

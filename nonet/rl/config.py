@@ -57,7 +57,8 @@ class RLConfig(Config):
     warmup: int = Field(default=10, ge=0)
     decay_to: float = Field(default=1.0, ge=0, le=1)  # learning rate at the last step, as a share of lr (1: constant)
     minibatches: int = Field(default=2, ge=1)  # optimiser steps per iteration; with 1 and no stale data tau cannot act
-    micro_tokens: int = Field(default=2048, ge=1)  # padded tokens per forward
+    micro_tokens: int = Field(default=2048, ge=1)  # tokens per forward; a prompt that rows share counts once
+    share_prompts: bool = True  # read the prompt of a group's attempts once (model/tree.py); False: each row by itself
     grad_clip: float = Field(default=1.0, gt=0)
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = Field(default=0.0, ge=0)

@@ -6,7 +6,7 @@ along unchanged (no gradient reaches them here); their drift from the policy is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from nonet.model import Model
 from nonet.model.optimizer import Optimizer, head_counts
 from nonet.rl.ages import Ages
-from nonet.rl.batch import PackedBatch, Padded, micro_batches
+from nonet.rl.batch import PackedBatch, Part, micro_batches
 from nonet.rl.config import RLConfig
 from nonet.rl.invariants import InvariantError, check_columns, check_count, check_finite, check_norm, check_ratio
 from nonet.rl.lora import Lora
@@ -24,7 +24,7 @@ from nonet.rl.objective import Objective, Tokens
 
 __all__ = ["InvariantError", "Learner"]
 
-Teacher = Callable[[Padded, Sequence[str]], Any]
+Teacher = Callable[[Part, Sequence[str]], Any]
 
 
 class Learner:
@@ -61,8 +61,7 @@ class Learner:
         """proximal_T: log-probs under the weights the iteration began with; None: those are the weights now."""
         denominator = len(rows) if self.objective.per == "sequence" else batch.trained_in(rows)
         counted = 0
-        for micro in micro_batches(batch, rows, self.config.micro_tokens):
-            part = batch.padded(micro)
+        for part in self._parts(batch, rows):
             tokens = self._tokens(batch, part, proximal_T)
             index_N, log_ratio_N = part.index_N, tokens.logp_N.detach() - tokens.behaviour_N
             if stats.updates == 0:
@@ -81,6 +80,11 @@ class Learner:
         stats.grad_norm += norm
         stats.updates += 1
 
+    def _parts(self, batch: PackedBatch, rows: list[int]) -> Iterator[Part]:
+        c = self.config
+        for micro in micro_batches(batch, rows, c.micro_tokens, c.share_prompts):
+            yield batch.part(micro, c.share_prompts)
+
     def _update(self, lr: float) -> float:
         """Move the trained parameters along the gradient that has gathered; returns its norm."""
         if self.lora is None:
@@ -90,7 +94,7 @@ class Learner:
         self.lora.merge()
         return norm
 
-    def _tokens(self, batch: PackedBatch, part: Padded, proximal_T: Tensor | None) -> Tokens:
+    def _tokens(self, batch: PackedBatch, part: Part, proximal_T: Tensor | None) -> Tokens:
         """What the objective sees of a part; where it may ask for them, gradients of its inputs are kept."""
         needs, index_N = self.objective.needs, part.index_N
         logp_N, logits_NW = scores(self.model, part, self.config.temperature)
@@ -118,8 +122,7 @@ class Learner:
         if "proximal" not in self.objective.needs or not rows:
             return None
         out_T = torch.full_like(batch.behaviour_T, torch.nan)
-        for micro in micro_batches(batch, rows, self.config.micro_tokens):
-            part = batch.padded(micro)
+        for part in self._parts(batch, rows):
             out_T[part.index_N] = scores(self.model, part, self.config.temperature)[0]
         return out_T
 
@@ -139,16 +142,14 @@ class Learner:
         return c.lr * up * (c.decay_to + (1 - c.decay_to) * max(0.0, 1 - step / c.steps))
 
 
-def scores(model: Model, part: Padded, temperature: float) -> tuple[Tensor, Tensor]:
+def scores(model: Model, part: Part, temperature: float) -> tuple[Tensor, Tensor]:
     """logp_N of the trained tokens, row by row, and logits_NW they come from, both at the sampling temperature (law:
     ratio 1 on equal weights).
     """
-    where_BT = part.where_BT
-    hidden_ND = model(part.tokens_BT)[:, :-1][where_BT]
-    logits_NW = model.logits(hidden_ND).float()
+    logits_NW = model.logits(model(part.tokens_1L, tree=part.tree)[0, part.from_N]).float()
     if temperature != 1:
         logits_NW = logits_NW / temperature
-    return -F.cross_entropy(logits_NW, part.tokens_BT[:, 1:][where_BT], reduction="none"), logits_NW
+    return -F.cross_entropy(logits_NW, part.target_N, reduction="none"), logits_NW
 
 
 class Stats:

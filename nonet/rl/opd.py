@@ -21,7 +21,7 @@ from typing import Any
 from nonet.engine.scoring import Passage, score
 from nonet.model import Model
 from nonet.rl.advantage import GroupMean
-from nonet.rl.batch import Padded, Scored, name
+from nonet.rl.batch import Part, Scored, name
 from nonet.rl.config import RLConfig
 from nonet.rl.distill import DistillConfig, Experts
 from nonet.rl.invariants import check_group
@@ -65,7 +65,7 @@ class OPD:
         ratios = self._ratios.get(name(trajectory))
         return {} if ratios is None else {"teacher_log_ratio": ratios}
 
-    def targets(self, part: Padded, names: Sequence[str]) -> Sights:
+    def targets(self, part: Part, names: Sequence[str]) -> Sights:
         """`Learner.teacher` for kl losses: what the teachers would say in place of each token of these rows."""
         return Sights([self._sights[n] for n in names], self.learner.config.temperature)
 

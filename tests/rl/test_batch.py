@@ -56,25 +56,39 @@ def test_an_empty_batch_has_no_rows():
     assert (batch.rows, batch.trained_tokens, batch.starts) == (0, 0, [0])
 
 
-def test_padding_is_on_the_right_and_never_masked_in():
-    a, b = made.trajectory(0, 0, PARTS), made.trajectory(1, 0, [("prompt", 1), ("policy", 2)])
-    part = pack([Scored.uniform(a, 1.0), Scored.uniform(b, 1.0)]).padded([1, 0])
-    assert part.tokens_BT.shape == (2, 7)
-    assert part.tokens_BT[0, :3].tolist() == list(b.tokens)
-    assert part.tokens_BT[1].tolist() == list(a.tokens)
-    assert not part.mask_BT[0, 3:].any()
-    assert part.index_BT.tolist() == [[7, 8, 9, -1, -1, -1, -1], [0, 1, 2, 3, 4, 5, 6]]
-    assert part.index_N.tolist() == [8, 9, 2, 3, 6]
-    assert part.row_N.tolist() == [0, 0, 1, 1, 1]
+def test_a_part_reads_a_shared_prompt_once_and_stops_at_the_last_trained_token():
+    a, b = made.trajectory(0, 0, PARTS), made.trajectory(1, 0, [("prompt", 1), ("policy", 2), ("tool", 4)])
+    c = made.trajectory(0, 1, PARTS)
+    c.segments[0] = a.segments[0]
+    batch = pack([Scored.uniform(t, 1.0) for t in (a, b, c)])
+    part = batch.part([1, 2, 0])
+    assert part.rows == [1, 2, 0]
+    own = [b.tokens[1:2], c.tokens[2:6], a.tokens[2:6]]
+    assert part.tokens_1L[0].tolist() == [*b.tokens[:1], *a.tokens[:2], *own[0], *own[1], *own[2]]
+    assert part.index_N.tolist() == [8, 9, 16, 17, 20, 2, 3, 6]
+    assert part.target_N.tolist() == batch.tokens_T[part.index_N].tolist()
+    assert part.row_N.tolist() == [0, 0, 1, 1, 1, 2, 2, 2]
+    assert part.from_N.tolist() == [0, 3, 2, 4, 7, 2, 8, 11]
+    apart = batch.part([1, 2, 0], share=False)
+    assert apart.tokens_1L.shape[1] == part.tokens_1L.shape[1] + 2
+    assert apart.index_N.tolist() == part.index_N.tolist()
 
 
-@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12), tokens=st.integers(1, 120), data=st.data())
-def test_micro_batches_hold_every_row_once_within_their_limit(lengths, tokens, data):
-    batch = pack(
-        [Scored.uniform(made.trajectory(i, 0, [("prompt", 1), ("policy", n)]), 1.0) for i, n in enumerate(lengths)]
-    )
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 40)), min_size=1, max_size=12),
+    tokens=st.integers(1, 120),
+    share=st.booleans(),
+    data=st.data(),
+)
+def test_micro_batches_hold_every_row_once_within_their_limit(lengths, tokens, share, data):
+    attempts = []
+    for i, (group, n) in enumerate(lengths):
+        t = made.trajectory(group, i, [("prompt", 1), ("policy", n)])
+        t.segments[0] = Segment("prompt", (group,) * (3 + group))
+        attempts.append(Scored.uniform(t, 1.0))
+    batch = pack(attempts)
     rows = data.draw(st.permutations(range(len(lengths))))
-    micros = micro_batches(batch, rows, tokens)
+    micros = micro_batches(batch, rows, tokens, share)
     assert sorted(r for m in micros for r in m) == sorted(rows)
     for m in micros:
-        assert len(m) == 1 or len(m) * max(batch.length(r) for r in m) <= tokens
+        assert len(m) == 1 or batch.part(m, share).tokens_1L.shape[1] <= tokens

@@ -17,7 +17,7 @@ from nonet.model import Model
 from nonet.rl.batch import PackedBatch, Scored, pack
 from nonet.rl.config import RLConfig
 from nonet.rl.invariants import InvariantError
-from nonet.rl.learner import Learner, scores
+from nonet.rl.learner import Learner
 from nonet.rl.objective import K25
 from nonet.types import Request, Sampling, Segment, Trajectory
 
@@ -187,11 +187,27 @@ def test_masks_come_from_segments_whatever_the_ids(m):
     assert learner.step(batch)["trained_tokens"] == 9
 
 
-def test_what_the_padding_holds_does_not_matter(m):
-    part = pack(scored(m)).padded(range(8))
-    before, _ = scores(m, part, 1.0)
-    part.tokens_BT[part.index_BT < 0] = 7
-    assert torch.equal(before, scores(m, part, 1.0)[0])
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_prompts_read_once_give_the_gradient_of_rows_read_alone(kind):
+    """Groups of samples of one prompt, beside a prompt of its own."""
+    m = tiny.model(kind, dtype=torch.float64)
+    rows = []
+    for group, samples in ((0, 3), (1, 1), (2, 2)):
+        prompt = tuple(tiny.tokens(4 + 9 * group, seed=group).tolist())
+        for k in range(samples):
+            answer = tuple(tiny.tokens(1 + 5 * k, seed=10 * group + k).tolist())
+            blank = (0.0,) * len(answer)
+            parts = [Segment("prompt", prompt), Segment("policy", answer, blank, blank, 0), Segment("tool", (3, 4))]
+            rows.append(Scored.uniform(made.written_by(m, Trajectory("t", group, k, parts)), 1.0 - k))
+    batch = pack(rows)
+    together = batch.part(range(6))
+    assert together.tokens_1L.shape[1] == 4 + 13 + 22 + sum(max(1, 5 * k) for k in (0, 1, 2, 0, 0, 1))
+    one, stats = gradient(m, batch)
+    alone, alone_stats = gradient(m, batch, share_prompts=False, micro_tokens=1)
+    assert_same(one, alone)
+    assert stats["trained_tokens"] == alone_stats["trained_tokens"] == 26
+    assert stats["loss"] == pytest.approx(alone_stats["loss"], rel=1e-6)
+    assert abs(stats["ratio_max"] - 1) < 1e-6 > abs(stats["ratio_min"] - 1)
 
 
 # ------------------------------------------------------------------------------- steps

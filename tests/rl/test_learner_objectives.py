@@ -109,8 +109,7 @@ def test_logits_rows_and_the_teacher_speak_of_the_same_tokens(m):
     for tokens in objective.seen:
         part, names = tokens.teacher
         assert tokens.logits_NW is not None
-        target = part.tokens_BT[:, 1:][part.where_BT]
-        picked = tokens.logits_NW.log_softmax(-1).gather(1, target[:, None])[:, 0]
+        picked = tokens.logits_NW.log_softmax(-1).gather(1, part.target_N[:, None])[:, 0]
         torch.testing.assert_close(picked, tokens.logp_N)
         lengths = {f"{s.trajectory.task_id} {s.trajectory.id}": s.trajectory.policy_tokens for s in attempts}
         assert tokens.row_N.bincount().tolist() == [lengths[n] for n in names]

@@ -62,7 +62,7 @@ def test_factor_gradients_are_those_of_a_forward_through_the_factors(m):
     batch = pack(scored(m, drift=0.2))
     leaves = {n: p.detach().clone().requires_grad_() for n, p in lora.factors.items()}
     weights = {f"{n}.weight": w + lora.scale * leaves[n + B] @ leaves[n + A] for n, w in lora._base.items()}
-    part = batch.padded(range(8))
+    part = batch.part(range(8))
     through = Functional(one.model, weights)
     logp_N, _ = scores(through, part, 1.0)  # type: ignore[arg-type]
     index_N = part.index_N
@@ -83,8 +83,8 @@ class Functional:
     def __init__(self, model: Model, weights: dict[str, torch.Tensor]):
         self.model, self.weights = model, weights
 
-    def __call__(self, tokens_BT: torch.Tensor) -> torch.Tensor:
-        return functional_call(self.model, self.weights, (tokens_BT,))
+    def __call__(self, tokens_BT: torch.Tensor, **options: Any) -> torch.Tensor:
+        return functional_call(self.model, self.weights, (tokens_BT,), options)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.model.logits(hidden)

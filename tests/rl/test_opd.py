@@ -181,7 +181,7 @@ def test_what_it_sees_are_the_teachers_logits_at_the_policys_tokens(s, policy, p
     scored = opd(groups)
     batch = pack(scored)
     rows = [4, 1]
-    seen = opd.targets(batch.padded(rows), [batch.names[r] for r in rows])
+    seen = opd.targets(batch.part(rows), [batch.names[r] for r in rows])
     for row, r in enumerate(rows):
         t = scored[r].trajectory
         asked = passage(t, opd_prompt(s, t))
@@ -210,7 +210,7 @@ def test_no_gradient_flows_through_the_teacher(s, policy, policy_directory, loss
         opd, groups = distilled(s, student, teacher, **config.model_dump())
         opd.learner.objective = config.objective
         batch = pack(opd(groups))
-        tokens = opd.learner._tokens(batch, batch.padded(range(batch.rows)), None)
+        tokens = opd.learner._tokens(batch, batch.part(range(batch.rows)), None)
         opd.learner.objective(tokens).backward()
         gradients.append([p.grad for n, p in student.named_parameters() if not n.startswith("mtp.")])
         assert not frozen or all(p.grad is None for p in taught_by.parameters())
