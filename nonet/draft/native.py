@@ -20,7 +20,7 @@ from nonet.draft.model import Draft, PairLayer
 from nonet.engine.drafter import Pairs
 from nonet.model.native_layers import LayerAddresses, at, copies_of, describe, describe_block, describe_layer, known
 from nonet.model.native_stack import Stack
-from nonet.model.native_weights import BITS, Weights
+from nonet.model.native_weights import BITS, Watch, Weights
 from nonet.model.native_weights import known as known_weights
 from nonet.model.state import SequenceState
 
@@ -46,10 +46,12 @@ class NativeDrafter(TorchDrafter):
         elements = sum(w.numel() for name, w in draft.named_parameters() if not name.startswith(("fc.", "lm_head.")))
         entry = 2 * c.gqa_kv_heads * c.gqa_head_dim if draft.config.form == "eagle3" else c.kv_lora_rank
         self.stack = Stack(library, elements + draft.config.words * c.d_model, BITS[weights], 4 * entry)
+        self._watch = Watch([*draft.parameters(), draft.target.lm_head.weight])
         super().__init__(draft, steps, sampled)
 
     def refresh(self) -> None:
         super().refresh()
+        self._watch.changed()  # nothing has, since what is copied now
         draft, c = self.draft, self.draft.config.layer
         self._copies = copies_of(c, self.weights)
         if draft.config.form == "mtp":
@@ -86,6 +88,8 @@ class NativeDrafter(TorchDrafter):
 
     def _carry(self, tokens_N: Tensor, state_ND: Tensor, rows: SequenceState) -> tuple[Tensor, Tensor]:
         """Logits and outputs of pairs at rows.lengths_B, which moves behind them; state_ND is overwritten."""
+        if self._watch.changed():
+            self.refresh()
         draft, at_N = self.draft, rows.lengths_B - 1
         embed_ND = draft.embed(tokens_N)
         if draft.config.form == "mtp":  # the first row's embedding is left out (model.MTP)

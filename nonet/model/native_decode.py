@@ -1,10 +1,10 @@
 """A model's decoding in C: same arguments and results as its torch twin, `Model.logits(model(tokens, state))`.
 
-The C side (native/decode.c) reads float32 weights where torch keeps them, so nothing has to be refreshed after an
-update; the table of addresses is rebuilt when a parameter's storage moves. Copies are kept of quantised experts, and of
-all big matrices where fewer bits are asked for (native_weights.py): they are made anew when torch counts a change of a
-parameter, and by `refresh`. Activations, caches, norms, routers, convolutions and MLA's kv_b stay float32. CPU only;
-`NativeDecoder.of` returns None for everything that C does not know, and the caller stays with torch.
+The C side (native/decode.c) multiplies with copies of all big matrices, in float32 or fewer bits (native_weights.py),
+and reads norms, biases, convolutions and MLA's kv_b where torch keeps them. Copies are made anew, and addresses taken
+again, at the first step after a change of a parameter (native_weights.Watch) and after `refresh`. Activations, caches,
+routers and what is read in place stay float32. CPU only; `NativeDecoder.of` returns None for everything that C does not
+know, and the caller stays with torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from nonet import native
 from nonet.model.model import Model
 from nonet.model.native_layers import at, copies_of, describe, describe_block, known
 from nonet.model.native_stack import Stack
-from nonet.model.native_weights import BITS, Weights
+from nonet.model.native_weights import BITS, Watch, Weights
 from nonet.model.native_weights import known as known_weights
 from nonet.model.state import SequenceState
 from nonet.model.taps import Taps
@@ -40,11 +40,10 @@ class NativeDecoder:
     def __init__(self, model: Model, library: ctypes.CDLL, weights: Weights = "float32"):
         self.model = model
         self.weights: Weights = weights
-        self._parameters = list(model.parameters())
-        elements = sum(w.numel() for w in self._parameters) - model.embed_tokens.weight.numel()
+        self._watch = Watch(model.parameters())
+        elements = sum(w.numel() for w in model.parameters()) - model.embed_tokens.weight.numel()
         elements += model.lm_head.weight.numel()
         self.stack = Stack(library, elements, BITS[weights], model.cost.bytes_per_token(4))
-        self._addresses: list[int] = []
 
     def step(self, tokens_B1: Tensor, state: SequenceState) -> Tensor:
         """Logits [B, W] behind one token."""
@@ -82,16 +81,12 @@ class NativeDecoder:
 
     def refresh(self) -> None:
         """The weights have changed, perhaps behind torch's back (through .data or numpy)."""
-        self._addresses = []
+        self._watch.forget()
 
     def _point(self) -> None:
-        """Describe the model to C, again if any weight has moved or a copy is out of date."""
-        addresses = list(map(Tensor.data_ptr, self._parameters))
-        if self.weights != "float32" or self.model.config.quant is not None:
-            addresses += [0 if w.is_inference() else w._version for w in self._parameters]
-        if addresses == self._addresses:
+        """Describe the model to C, again if any weight has changed."""
+        if not self._watch.changed():
             return
-        self._addresses = addresses
         self._copies = copies_of(self.model.config, self.weights)
         blocks = [describe_block(block, *self._copies) for block in self.model.layers]
         model, site = self.model, self.model.output_attn_res

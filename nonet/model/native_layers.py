@@ -160,7 +160,8 @@ def _dense(f: nn.Module, copies: Copies) -> dict[str, int | None]:
 
 
 def _routed(f: MoE, copies: Copies, experts: Copies) -> dict[str, int | None]:
-    out: dict[str, int | None] = {"router": at(f.gate), "bias": f.gate.e_score_correction_bias.data_ptr(), "F": 0}
+    out: dict[str, int | None] = {"router": copies.at(f.gate.weight, "float32"), "F": 0}
+    out |= {"bias": f.gate.e_score_correction_bias.data_ptr()}
     for name in ("w1", "w3", "w2"):
         weight = getattr(f.experts, name)
         out[name] = experts.at(f.experts.quant.apply(weight.detach(), "routed_expert_weights", f"experts.{name}"))

@@ -19,8 +19,8 @@ typedef struct {
   const float *decay, *dt, *q_conv, *k_conv, *v_conv, *o_norm;
   const void *q_a, *q_bb, *kv_a;                                       /* mla; q alone where queries are direct */
   const float *q_a_norm, *kv_a_norm, *kv_b;
-  const void *w1, *w3, *w2, *latent_down, *latent_up;                  /* routed experts */
-  const float *router, *bias, *latent_norm;
+  const void *w1, *w3, *w2, *latent_down, *latent_up, *router;         /* routed experts; the router in float32 */
+  const float *bias, *latent_norm;
   const float *mix1, *mix1_norm, *mix2, *mix2_norm;                    /* attention-residual sites */
   float *pool, *pool2;                                              /* gqa: k, v; kda: matrix, tail; mla: latent, - */
 } Layer;

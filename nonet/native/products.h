@@ -1,7 +1,8 @@
 /* Products of rows of floats with matrices of weights in one of five formats, split over a team of threads.
 
    Every element of a product is summed in one fixed order: lane i of a vector takes k = i, i + 16, ..., then the lanes
-   are folded. Neither the other rows, nor the tile it falls into, nor the number of threads has a say. */
+   are folded; panels.h, which float32 weights go to, has another. Neither the other rows, nor the tile it falls into,
+   nor the number of threads has a say. */
 
 #ifndef NONET_PRODUCTS_H
 #define NONET_PRODUCTS_H
@@ -11,6 +12,7 @@
 #include <time.h>
 
 #include "pairs.h"
+#include "panels.h"
 #include "vector.h"
 
 #if defined(__AVX2__)
@@ -76,10 +78,11 @@ static void share(const Team *t, I n, I grain, I *from, I *to) {
 
 /* ------------------------------------------------------------------ formats */
 
-enum { FLOAT32 = 0, BF16 = 1, INT8 = 2, MXFP4 = 3, W16A16 = 4, GROUP = 32, PANEL = 16 };
+enum { FLOAT32 = 0, BF16 = 1, INT8 = 2, MXFP4 = 3, W16A16 = 4, GROUP = 32 };
 
-/* [N][K]. FLOAT32 is torch's own memory. The others are copies (model/native_weights.py): all rows one after another,
-   each filled up with zeros to whole groups of 32, then the scales.
+/* [N][K], copied (model/native_weights.py). FLOAT32 lies by panels (panels.h), as a Matrix; `product` reads rows of it
+   where they are. The others: all rows one after another, each filled up with zeros to whole groups of 32, then the
+   scales.
 
      BF16    the upper halves of floats
      W16A16  the same; rows are rounded to it as well, where the processor multiplies pairs (pairs.h), and half the work
@@ -102,6 +105,7 @@ static INLINE I row_bytes(const I format, I K) {
 }
 
 static INLINE I matrix_bytes(const I format, I N, I K) {
+  if (format == FLOAT32) return panels(N) * PANEL * 4 * K;
   return N * (row_bytes(format, K) + (format == INT8 ? 4 : format == MXFP4 ? groups(K) : 0));
 }
 
@@ -235,7 +239,7 @@ static void columns(const Team *t, const Matrix *w, const float *x, I rows, floa
   const I N = w->N, K = w->K, stride = row_bytes(w->format, K), ahead = PANEL * stride;
   const char *base = w->at, *scales = base + N * stride;
   const uint8_t *exponents = (const uint8_t *)scales;
-  if (w->format == FLOAT32) product(FLOAT32, x, K, rows, base, stride, 0, K, y, N, from, to, ahead);
+  if (w->format == FLOAT32) panel_product(x, K, rows, w->at, K, y, N, from, to);
   if (halved(w->format)) {
     const int parts = w->format == BF16 ? 2 : 1;
     if (has_pairs()) pair_product(parts, split(parts, x, rows, K, t->room), rows, base, stride, y, N, from, to);

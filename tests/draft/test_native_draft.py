@@ -137,15 +137,18 @@ def test_the_same_tokens_are_proposed(form: str, pruned: bool):
     assert state.lengths_B.tolist() == [1] * 4
 
 
-def test_new_weights_are_seen_after_a_refresh():
-    draft, ids, counts = made("eagle3"), tiny.tokens(2, 8), torch.tensor([4, 7])
-    ours = native_of(draft, 3, "bf16")
+@pytest.mark.parametrize("weights", ["float32", "bf16"])
+@pytest.mark.parametrize("form", NATIVE)
+def test_new_weights_are_seen_at_once(form: str, weights: Weights):
+    draft, ids, counts = made(form), tiny.tokens(2, 8), torch.tensor([4, 7])
+    ours = native_of(draft, 3, weights)
+    before = [x.clone() for x in chain(ours, ids, counts, 2, entered(ours, ids))]
     with torch.no_grad():
-        for p in draft.parameters():
+        for p in (*draft.parameters(), draft.target.lm_head.weight):
             p.mul_(1.2)
-    ours.refresh()
-    fresh = native_of(draft, 3, "bf16")
+    fresh = native_of(draft, 3, weights)
     state = entered(ours, ids)
+    assert not any(map(torch.equal, before, chain(ours, ids, counts, 2, state)))
     for a, b in zip(chain(ours, ids, counts, 2, state), chain(fresh, ids, counts, 2, state), strict=True):
         assert torch.equal(a, b)
 

@@ -11,8 +11,9 @@ from torch import nn
 
 from nonet import native
 from nonet.engine import Engine
-from nonet.model import SequenceState
+from nonet.model import Model, SequenceState
 from nonet.model.native_decode import NativeDecoder
+from nonet.model.native_weights import Watch
 from nonet.types import Request, UserError
 
 pytestmark = pytest.mark.skipif(bool(native.reason()), reason=f"no native library: {native.reason()}")
@@ -112,20 +113,94 @@ def test_w16a16_rounds_what_the_weights_multiply(rows):
     assert near < far / 4 and far < 1e-2
 
 
-@pytest.mark.parametrize("weights", ["bf16", "int8", "mxfp4"])
-@torch.no_grad()
-def test_copies_follow_the_weights(weights):
-    model = made("k3")
-    decoder = NativeDecoder.of(model, weights)
+@pytest.mark.parametrize("name", ["llama", "odd", "k3"])
+@torch.inference_mode()
+def test_float32_sums_are_the_same_in_tiles_of_every_height(name):
+    model = made(name)
+    decoder = NativeDecoder.of(model)
     assert decoder is not None
-    tokens = torch.tensor([[3], [5]])
-    decoder.step(tokens, states(model, 2)[0])
+    tokens = torch.arange(27).unsqueeze(1)
+    decoder.stack.together = True
+    want = decoder.step(tokens, states(model, 27)[0])
+    for rows in range(1, 27):
+        assert torch.equal(decoder.step(tokens[:rows], states(model, 27)[0].rows(0, rows)), want[:rows])
+
+
+def scaled(model: Model) -> None:
     for p in model.parameters():
         p.mul_(1.1)
-    ours, theirs = states(model, 2)
-    reference = twin(model, weights)
-    want = reference.logits(reference(tokens, theirs)[:, -1])
+
+
+def replaced(model: Model) -> None:
+    for p in model.parameters():
+        p.data = p.data * 0.9
+
+
+def loaded(model: Model) -> None:
+    model.load_state_dict({name: w * 0.9 for name, w in model.state_dict().items()})
+
+
+def trained(model: Model) -> None:
+    """torch does not count what its fused optimisers change."""
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02, fused=True).step()
+
+
+@pytest.mark.parametrize("change", [scaled, replaced, loaded, trained])
+@pytest.mark.parametrize("weights", ["float32", "bf16", "w16a16", "int8", "mxfp4"])
+@pytest.mark.parametrize("name", ["k3", "k3, quantised"])
+@torch.no_grad()
+def test_copies_follow_the_weights_at_once(name, weights, change):
+    model = made(name)
+    decoder = NativeDecoder.of(model, weights)
+    assert decoder is not None
+    tokens, before = torch.tensor([[3], [5]]), states(model, 2)
+    old = decoder.step(tokens, before[0])
+    change(model)
+    now, again = states(model, 2)
+    fresh = NativeDecoder.of(model, weights)
+    assert fresh is not None
+    got = decoder.step(tokens, now)
+    assert torch.equal(got, fresh.step(tokens, again))
+    assert not torch.allclose(got, old, atol=1e-3)
+
+
+def test_a_weight_replaced_twice_is_seen_wherever_it_comes_to_lie():
+    """The memory that the first leaves would be the second's, were it not held."""
+    weight = nn.Parameter(torch.ones(1000, 1000))
+    watch = Watch([weight])
+    assert watch.changed()
+    assert not watch.changed()
+    weight.data = weight.data * 2
+    weight.data = weight.data * 3
+    assert watch.changed()
+
+
+@torch.no_grad()
+def test_what_torch_does_not_count_is_seen_after_a_refresh():
+    model, tokens = made("k3"), torch.tensor([[3]])
+    decoder = NativeDecoder.of(model)
+    assert decoder is not None
+    decoder.step(tokens, states(model, 1)[0])
+    model.lm_head.weight.detach().numpy()[:] *= 2
+    model.norm.weight.data.mul_(2)
+    decoder.refresh()
+    ours, theirs = states(model, 1)
+    want = model.logits(model(tokens, theirs)[:, -1])
     torch.testing.assert_close(decoder.step(tokens, ours), want, atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_nothing_is_copied_while_nothing_changes():
+    model, tokens = made("llama"), torch.tensor([[3]])
+    decoder = NativeDecoder.of(model)
+    assert decoder is not None
+    state = states(model, 1)[0]
+    decoder.step(tokens, state)
+    copies = decoder._copies
+    decoder.step(tokens, state)
+    assert decoder._copies is copies
 
 
 def test_unknown_formats_are_refused_by_name():
@@ -134,7 +209,7 @@ def test_unknown_formats_are_refused_by_name():
 
 
 @torch.inference_mode()
-def test_weights_changed_in_place_or_replaced_are_seen_at_once():
+def test_weights_that_torch_keeps_no_count_of_are_read_at_every_step():
     model = made("hybrid")
     decoder = NativeDecoder.of(model)
     assert decoder is not None
