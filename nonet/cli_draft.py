@@ -67,7 +67,9 @@ def all_(source: Source, data: Data = None, heldout: Held = None, out: Out = Non
 
     The draft is OUT/draft, the report OUT/report.html.
     """
-    _job(source, data, heldout, out, set_).run()
+    from nonet.pipeline.draft_run import run
+
+    run(_job(source, data, heldout, out, set_))
 
 
 @app.command()

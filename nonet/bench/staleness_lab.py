@@ -31,10 +31,10 @@ from nonet.pipeline.recipe import load_recipe
 from nonet.pipeline.runner import run_stages
 from nonet.pipeline.stages import BEGIN
 from nonet.rl.advantage import GroupMean
-from nonet.rl.batch import pack
 from nonet.rl.config import RLConfig
 from nonet.rl.evaluate import evaluate
 from nonet.rl.learner import Learner
+from nonet.rl.packing import pack
 from nonet.rl.rollout import Rollout
 from nonet.rl.scoring import scorer
 from nonet.run import write_atomic

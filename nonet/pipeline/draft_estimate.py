@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,10 +15,8 @@ from nonet.draft.store import bytes_of
 from nonet.draft.train import train_step
 from nonet.engine import Engine
 from nonet.model.optimizer import Optimizer
+from nonet.pipeline.drafting import Job
 from nonet.types import Request, Sampling
-
-if TYPE_CHECKING:
-    from nonet.pipeline.drafting import Job
 
 PROBED = 16  # tokens each row of the probe writes
 LEARNT = 512  # tokens it trains on

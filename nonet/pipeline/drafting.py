@@ -1,4 +1,4 @@
-"""`nonet draft`: from a model directory and conversations to a draft, in stages that each continue where they stopped.
+"""Job: from a model directory and conversations to a draft, in stages that each continue where they stopped.
 
 OUT/answers.jsonl     what the target says itself                 (draft/answers.py)
 OUT/started/          the untrained draft, its vocabulary chosen  (never chosen again)
@@ -40,8 +40,7 @@ from nonet.draft.train import TrainConfig, Training
 from nonet.draft.windows import Windows
 from nonet.engine import Engine
 from nonet.model import Model, hf
-from nonet.pipeline.draft_estimate import Estimate
-from nonet.pipeline.draft_eval import EvalConfig, evaluate, print_measured, warning
+from nonet.pipeline.draft_eval import EvalConfig, evaluate
 from nonet.pipeline.draft_start import FormTable, untrained, words_of
 from nonet.run import Run
 from nonet.types import UserError
@@ -97,22 +96,13 @@ class Job:
 
     # ------------------------------------------------------------------ stages
 
-    def run(self) -> None:
-        """Everything."""
-        self._settle()
-        say(Estimate.of(self).text())
-        self.train()
-        measured = self.measure()
-        print_measured(measured)
-        took = [(e["part"], e["seconds"]) for e in self.lab.events("took")]
-        parts = ", ".join(f"{part} {seconds / 60:.1f}" for part, seconds in took)
-        say(f"took: {sum(seconds for _, seconds in took) / 60:.1f} minutes ({parts})")
-        if said := warning(measured):
-            say(said)
-        say(f"draft: {self.out / 'draft'}")
+    def settle(self) -> None:
+        """The run directory is of these settings, and the target is there."""
+        hf.read_config(self.recipe.draft.target)
+        self.lab.path.mkdir(parents=True, exist_ok=True)
 
     def answer(self) -> list[Answer]:
-        self._settle()
+        self.settle()
         config = self.recipe.answers
         engine = Engine(self.target, config.batch, weights=self.recipe.draft.decode)
         file = self.out / "answers.jsonl"
@@ -127,7 +117,7 @@ class Job:
         return found
 
     def train(self) -> Draft:
-        self._settle()
+        self.settle()
         if (self.out / "draft" / "config.json").exists():
             return files.load(self.out / "draft", self.target, self.vocabulary_hash)
         answers = self.answer()
@@ -182,11 +172,6 @@ class Job:
         return Run(
             self.out, self.recipe.model_dump(mode="json"), lambda old: build(DraftRecipe, old).model_dump(mode="json")
         )
-
-    def _settle(self) -> None:
-        """The run directory is of these settings, and the target is there."""
-        hf.read_config(self.recipe.draft.target)
-        self.lab.path.mkdir(parents=True, exist_ok=True)
 
     @cached_property
     def conversations(self) -> list[Conversation]:

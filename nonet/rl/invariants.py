@@ -13,15 +13,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from nonet.rl.batch import PackedBatch
 from nonet.types import Trajectory
-
-if TYPE_CHECKING:
-    from nonet.rl.batch import PackedBatch
 
 NEAR_TIES = 0.01
 

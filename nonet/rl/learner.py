@@ -16,11 +16,12 @@ from torch.nn import functional as F
 from nonet.model import Model
 from nonet.model.optimizer import Optimizer, head_counts
 from nonet.rl.ages import Ages
-from nonet.rl.batch import PackedBatch, Part, micro_batches
+from nonet.rl.batch import PackedBatch, Part
 from nonet.rl.config import RLConfig
 from nonet.rl.invariants import InvariantError, check_columns, check_count, check_finite, check_norm, check_ratio
 from nonet.rl.lora import Lora
 from nonet.rl.objective import Objective, Tokens
+from nonet.rl.packing import micro_batches
 
 __all__ = ["InvariantError", "Learner"]
 

@@ -21,11 +21,12 @@ from nonet.engine import Engine
 from nonet.model import Model
 from nonet.progress import progress
 from nonet.rl.advantage import Credit, GroupMean, is_dead, rewarded
-from nonet.rl.batch import Scored, pack
+from nonet.rl.batch import Scored
 from nonet.rl.config import RLConfig
 from nonet.rl.learner import Learner
 from nonet.rl.monitor import EngineCost, counts, staleness
 from nonet.rl.objective import Objective
+from nonet.rl.packing import pack
 from nonet.rl.park import ParkStore
 from nonet.rl.pool import Pool, Rules
 from nonet.rl.record import trajectory_record

@@ -8,9 +8,10 @@ from __future__ import annotations
 from nonet.engine import Engine
 from nonet.harness import Episode
 from nonet.model import Model
-from nonet.rl.batch import Scored, pack
+from nonet.rl.batch import Scored
 from nonet.rl.config import RLConfig
 from nonet.rl.learner import Learner
+from nonet.rl.packing import pack
 from nonet.rl.setting import Setting, open_sandbox
 from nonet.types import Request, Sampling, Segment, Trajectory
 

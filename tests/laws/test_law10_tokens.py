@@ -8,7 +8,8 @@ import torch
 
 from nonet.engine import Engine
 from nonet.rl import Loop, RLConfig
-from nonet.rl.batch import PackedBatch, Scored, pack
+from nonet.rl.batch import PackedBatch, Scored
+from nonet.rl.packing import pack
 from nonet.rl.rollout import Rollout
 from nonet.run import Run
 from nonet.types import Completion, Request, Sampling, Trajectory

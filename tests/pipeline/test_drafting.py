@@ -12,6 +12,7 @@ from nonet.draft import files
 from nonet.draft.data import read
 from nonet.model import hf
 from nonet.pipeline.draft_eval import Asked, interval, lengthened, warning
+from nonet.pipeline.draft_run import run
 from nonet.pipeline.drafting import Job
 from nonet.types import UserError
 
@@ -39,7 +40,7 @@ def job(model: Path, chats: Path, out: Path, *more: str) -> Job:
 def test_everything_in_one_go_and_again_from_where_it_stopped(policy_directory, chats, tmp_path, form, capsys):
     layer = ("draft.d_ff=32",) if form == "eagle3" else ()
     out = tmp_path / "run"
-    job(policy_directory, chats, out, f"draft.form={form}", *layer).run()
+    run(job(policy_directory, chats, out, f"draft.form={form}", *layer))
     said = capsys.readouterr()
     assert "estimate: 24 conversations" in said.err and "GB of features on disk" in said.err
     assert re.search(r"80 of \d+ tokens cover \d+\.\d+% of what the target wrote", said.err)
@@ -55,7 +56,7 @@ def test_everything_in_one_go_and_again_from_where_it_stopped(policy_directory, 
     page = (out / "report.html").read_text()
     assert "Acceptance, by real verification" in page and "http" not in page.replace("http-equiv", "")
     written = (out / "draft" / "model.safetensors").stat().st_mtime_ns
-    job(policy_directory, chats, out, f"draft.form={form}", *layer).run()
+    run(job(policy_directory, chats, out, f"draft.form={form}", *layer))
     assert (out / "draft" / "model.safetensors").stat().st_mtime_ns == written
 
 

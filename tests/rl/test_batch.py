@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nonet.rl.batch import Scored, micro_batches, pack
+from nonet.rl.batch import Scored
+from nonet.rl.packing import micro_batches, pack
 from nonet.types import Segment
 
 PARTS = [("prompt", 2), ("policy", 2), ("tool", 2), ("policy", 1)]

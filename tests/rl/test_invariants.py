@@ -14,10 +14,11 @@ import tiny
 
 from nonet.model import Model
 from nonet.rl.advantage import GroupMean
-from nonet.rl.batch import PackedBatch, Scored, pack
+from nonet.rl.batch import PackedBatch, Scored
 from nonet.rl.config import RLConfig
 from nonet.rl.invariants import InvariantError, check_count, check_row
 from nonet.rl.learner import Learner
+from nonet.rl.packing import pack
 from nonet.types import Segment, Trajectory
 
 PARTS = [("prompt", 2), ("policy", 2), ("tool", 2), ("policy", 1)]

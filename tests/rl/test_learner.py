@@ -14,11 +14,12 @@ from updates import ONE, assert_same, gradient, scored
 
 from nonet.engine import Engine
 from nonet.model import Model
-from nonet.rl.batch import PackedBatch, Scored, pack
+from nonet.rl.batch import PackedBatch, Scored
 from nonet.rl.config import RLConfig
 from nonet.rl.invariants import InvariantError
 from nonet.rl.learner import Learner
 from nonet.rl.objective import K25
+from nonet.rl.packing import pack
 from nonet.types import Request, Sampling, Segment, Trajectory
 
 

@@ -12,10 +12,11 @@ from torch import Tensor
 from updates import ONE, assert_same, gradient, scored
 
 from nonet.model import Model
-from nonet.rl.batch import Scored, pack
+from nonet.rl.batch import Scored
 from nonet.rl.config import RLConfig
 from nonet.rl.learner import Learner
 from nonet.rl.objective import GSPO, K25, Mirror, Tokens
+from nonet.rl.packing import pack
 from nonet.types import Segment
 
 

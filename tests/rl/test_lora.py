@@ -17,10 +17,11 @@ from nonet.engine import Engine
 from nonet.model import Model, hf
 from nonet.model import peft as format
 from nonet.rl import Loop, RLConfig
-from nonet.rl.batch import Scored, pack
+from nonet.rl.batch import Scored
 from nonet.rl.learner import Learner, scores
 from nonet.rl.lora import A, B, LoraConfig
 from nonet.rl.objective import Tokens
+from nonet.rl.packing import pack
 from nonet.run import Run
 from nonet.types import Request, Sampling, Segment, Trajectory, UserError
 

@@ -12,8 +12,8 @@ from distilling import CELLS, Told, attempt, credit, setting
 
 from nonet.engine.scoring import score
 from nonet.model import hf
-from nonet.rl.batch import pack
 from nonet.rl.distill import DistillConfig, Experts
+from nonet.rl.packing import pack
 from nonet.rl.served import ServedTeacher
 from nonet.rl.teacher import LocalTeacher, passage, teacher_prompt
 from nonet.types import UserError
