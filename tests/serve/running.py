@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -17,13 +16,15 @@ import httpx2
 import uvicorn
 from fastapi import FastAPI
 
+from nonet.serve.server import Address, listen
+
 ROOT = Path(__file__).parents[2]
 
 
 @asynccontextmanager
 async def running(app: FastAPI) -> AsyncIterator[str]:
     """The address of `app`, served over TCP as `nonet serve` does."""
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = listen(Address(port=0))
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
     task = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started:
