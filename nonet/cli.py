@@ -281,19 +281,21 @@ def serve(
     """
     from nonet.chat import Tokenizer
     from nonet.engine import Engine
+    from nonet.engine.threads import without_helpers
     from nonet.model import hf
     from nonet.serve import Address, Limits
     from nonet.serve import serve as serve_generator
 
     address = Address(host, port, api_key)
     limits = Limits(int(max_body_mb * 1e6), max_seconds, max_queued, max_answers, drain_seconds)
-    # The engine looks for stop texts in its own thread, so it decodes with a tokenizer of its own.
-    target, drafter = hf.load(model), None
-    if draft:
-        from nonet.draft.opening import open_drafter
+    with without_helpers():
+        target, drafter = hf.load(model), None
+        if draft:
+            from nonet.draft.opening import open_drafter
 
-        drafter = open_drafter(draft, target, model, draft_tokens)
-    engine = Engine(target, max_batch, decode=Tokenizer(model).decode, drafter=drafter)
+            drafter = open_drafter(draft, target, model, draft_tokens)
+        # The engine looks for stop texts in its own thread, so it decodes with a tokenizer of its own.
+        engine = Engine(target, max_batch, decode=Tokenizer(model).decode, drafter=drafter)
     status = serve_generator(engine, Tokenizer(model), name or model.resolve().name, address, limits)
     raise typer.Exit(status)
 

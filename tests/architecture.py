@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "progress": {"types", "config"},
     "ops": {"native"},
     "native": set(),
-    "quant": {"ops"},
+    "quant": {"ops", "native"},
     "model": {"ops", "native", "quant"},
     "lm": {"model", "quant", "ops", "chat"},
     "draft": {"model", "native", "quant", "ops", "lm", "chat", "engine", "tasks"},

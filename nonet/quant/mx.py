@@ -1,16 +1,19 @@
 """encode, decode and fake for the formats of formats.py, fast: a part of a tensor at a time, in buffers that stay in
-cache, with additions in place of taking numbers apart.
+cache, with additions in place of taking numbers apart. fake of float32 and bfloat16 is one pass in C where it can be
+(native/mx.c), with the same additions.
 
-NONET_MX_FAST=0 makes all three call their twins of mx_slow.py.
+NONET_MX_FAST=0 makes all three call their twins of mx_slow.py; NONET_NATIVE=0 switches the C off.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 
 import torch
 from torch import Tensor
 
+from nonet.native import library
 from nonet.quant.formats import (
     BLOCK,
     E2M1,
@@ -50,6 +53,7 @@ __all__ = [  # formats.py's names that belong to the public face too
 
 # Blocks worked on at a time on a processor: few enough that the buffers stay in cache, enough that calls cost little.
 PART = 1 << 13
+ALONE = 1 << 12  # blocks that one thread is done with before a second one has woken up
 
 
 def _slow() -> bool:
@@ -141,6 +145,9 @@ def fake(x: Tensor, fmt: Format = "mxfp4", rule: Rule = "floor", name: str | Non
     if _slow():
         return fake_slow(x, fmt, rule, name)
     e, blocks_N32 = element(fmt), blocks(x)
+    if x.device.type == "cpu" and working(x.dtype) == torch.float32 and library() is not None:
+        found_N32 = _fake_native(blocks_N32.float(), e, rule)
+        return fake_slow(x, fmt, rule, name) if found_N32 is None else found_N32.view(x.shape).to(x.dtype)
     out_N32 = torch.empty(blocks_N32.shape, dtype=x.dtype, device=x.device)
     parts = _parts(blocks_N32)
     scratch = torch.empty(4, *parts[0].shape, dtype=working(x.dtype), device=x.device)
@@ -148,6 +155,20 @@ def fake(x: Tensor, fmt: Format = "mxfp4", rule: Rule = "floor", name: str | Non
         if len(part) and not _fake_part(part, out, scratch, e, rule):
             out.copy_(fake_slow(part, fmt, rule, name))
     return out_N32.view(x.shape)
+
+
+def _fake_native(x_N32: Tensor, e: Element, rule: Rule) -> Tensor | None:
+    """`_fake_part` of everything, float32; None if some block is not finite or too large for it."""
+    lib, out_N32 = library(), torch.empty_like(x_N32)
+    assert lib is not None
+    constants = (2.0 ** (23 - e.mantissa), _reach(x_N32.dtype, e), 2.0 ** (e.emax - 127))
+    scales = (2.0 ** (e.emin - e.emax), e.largest / 2.0**e.emax)
+    fine = lib.mx_fake(
+        ctypes.c_void_p(x_N32.data_ptr()), ctypes.c_void_p(out_N32.data_ptr()), ctypes.c_int64(len(x_N32)),
+        ctypes.c_uint32(step_of(e, rule, 23)), *map(ctypes.c_float, (*constants, *scales)),
+        ctypes.c_int64(torch.get_num_threads() if len(x_N32) > ALONE else 1),
+    )  # fmt: skip
+    return out_N32 if fine else None
 
 
 def _fake_part(x: Tensor, out: Tensor, scratch: Tensor, e: Element, rule: Rule) -> bool:

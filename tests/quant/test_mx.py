@@ -294,6 +294,23 @@ def test_the_fast_paths_have_the_bits_of_the_slow_ones(fmt, rule, dtype):
     assert torch.equal(bits(fake_slow(x, fmt, rule)), bits(decode_slow(slow, dtype)))
 
 
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
+@pytest.mark.parametrize(("fmt", "rule"), CASES)
+def test_one_pass_in_c_has_the_bits_of_the_torch_way(fmt, rule, dtype, monkeypatch):
+    if module.library() is None:
+        pytest.skip("no native library")
+    x = mixed(dtype).clamp(-1e9, 1e9)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "library", lambda: None)
+        expected = fake(x, fmt, rule)
+    monkeypatch.setattr(module, "_fake_part", None)  # whoever enters it fails
+    assert torch.equal(bits(fake(x, fmt, rule)), bits(expected))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    assert torch.equal(bits(fake(x, fmt, rule)), bits(expected))
+    torch.set_num_threads(threads)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_every_code_under_every_scale_decodes_alike(fmt, dtype):
@@ -320,7 +337,7 @@ def test_the_fast_paths_do_the_work_unless_they_are_off(fmt, dtype, monkeypatch)
             patch.setattr(module, name, None)
         assert torch.equal(fake(x, fmt), expected)
         assert torch.equal(decode(encode(x, fmt), dtype), expected)
-    for name in ("_encode_part", "_code_values", "_fake_part"):
+    for name in ("_encode_part", "_code_values", "_fake_part", "_fake_native"):
         monkeypatch.setattr(module, name, None)
     monkeypatch.setenv("NONET_MX_FAST", "0")
     assert torch.equal(fake(x, fmt), expected)
@@ -329,7 +346,10 @@ def test_the_fast_paths_do_the_work_unless_they_are_off(fmt, dtype, monkeypatch)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_blocks_too_large_for_the_fast_path_take_the_slow_one(fmt):
+@pytest.mark.parametrize("native", (True, False))
+def test_blocks_too_large_for_the_fast_path_take_the_slow_one(fmt, native, monkeypatch):
+    if not native:
+        monkeypatch.setattr(module, "library", lambda: None)
     x = mixed(torch.float32)[:4] * 2.0**60
     for power in range(0, 60, 3):
         huge = (x * 2.0**power).clamp(-3e38, 3e38)
