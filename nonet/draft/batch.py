@@ -28,8 +28,9 @@ class FeatureBatch:
     mask_BT       True on tokens a draft should learn to predict: the answers
     counts_B      how many of a row's T tokens are real, padding after them; None: all
     starts        where documents packed into one row [1, T] begin; None: every row is one sequence
-    lse_BT        logsumexp of the target's logits over its whole vocabulary (`ops.overlap_blocks.log_total`), where it
-                  was kept with the features; None: a pruned draft's training computes it again for every batch
+    lse_BT        logsumexp of the target's logits over its whole vocabulary (`ops.overlap_blocks.log_total`), at the
+                  training's temperature, where it was kept with the features; None: a pruned draft's training
+                  computes it again for every batch
     """
 
     tokens_BT: Tensor

@@ -38,10 +38,12 @@ class Objective:
 
 
 class Teacher:
-    """The frozen target's head, as a draft sees it: rows of the draft's words, made once."""
+    """The frozen target's head, as a draft sees it: rows of the draft's words, made once. temperature: of the target's
+    distributions, and of the draft's that are compared with them.
+    """
 
-    def __init__(self, target: Model, d2t_W: Tensor | None):
-        self.target = target
+    def __init__(self, target: Model, d2t_W: Tensor | None, temperature: float = 1.0):
+        self.target, self.temperature = target, temperature
         self._head_VD = target.lm_head.weight.detach()
         self._words_WD = self._head_VD if d2t_W is None else self._head_VD[d2t_W]
         self._narrow_WD = self._words_WD.bfloat16()
@@ -61,8 +63,8 @@ class Teacher:
             lse_N = batch.lse_BT.flatten()[places_N]
         else:
             needed_U, index_N = places_N.unique(return_inverse=True)
-            lse_N = log_total(Head(normed_MD[needed_U], self._head_VD))[index_N]
-        return Head(normed_MD.to(words_WD.dtype)[places_N], words_WD, 1.0, lse_N)
+            lse_N = log_total(Head(normed_MD[needed_U], self._head_VD, self.temperature))[index_N]
+        return Head(normed_MD.to(words_WD.dtype)[places_N], words_WD, self.temperature, lse_N)
 
 
 @dataclass(frozen=True)
@@ -98,9 +100,9 @@ def told(
         return Told(None, alpha_BTK)
     row_N, time_N, index_N = torch.cat(at, 1)
     weight_WD = draft.lm_head.weight if draft.own_head else teacher.words(bf16)
-    own = Head(draft.final_norm(torch.cat(hidden)), weight_WD)
+    own = Head(draft.final_norm(torch.cat(hidden)), weight_WD, teacher.temperature)
     if bf16:
-        own = Head(own.hidden_TD.bfloat16(), weight_WD.bfloat16())
+        own = own._replace(hidden_TD=own.hidden_TD.bfloat16(), weight_WD=weight_WD.bfloat16())
     theirs = teacher.head(batch, row_N * T + time_N + index_N + 1, bf16)
     o = objective
     found = overlap(own, theirs, None, torch.cat(weights), kind=o.kind, eta=o.eta, fallback=o.fallback)

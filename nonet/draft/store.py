@@ -44,7 +44,8 @@ INDEX = "store.json"
 class Stored:
     """One row: tokens_T int64, mask_T bool (the answer's own tokens), features_TF and hidden_TD float32.
 
-    lse_T: logsumexp of the target's logits where the next token is an answer's, 0 elsewhere; of hidden_TD as stored.
+    lse_T: logsumexp of the target's logits over the store's temperature where the next token is an answer's, 0
+    elsewhere; of hidden_TD as stored.
     """
 
     tokens_T: Tensor
@@ -92,11 +93,12 @@ def capture(
     target: str,
     batch: int = 4096,
     bf16: bool = False,
+    temperature: float = 1.0,
 ) -> FeatureStore:
     """Run the frozen target over every row and keep what `taps` see; continues where a killed capture stopped.
 
     batch: tokens of one forward, padding included. bf16: matrix products in bfloat16. target: fingerprint, checked by
-    who reads.
+    who reads. temperature: of the distributions whose totals are kept, that of the training to come.
     """
     if kind not in get_args(Kind):
         raise UserError(f"kind = {kind!r}: must be one of {', '.join(get_args(Kind))}")
@@ -107,6 +109,7 @@ def capture(
     settings = {
         **{"target": target, "taps": list(taps), "layers": config.layers, "width": config.d_model, "kind": kind},
         **{"rows": len(rows), "tokens": sum(len(r.tokens) for r in rows), "content": _digest(ordered), "bf16": bf16},
+        "temperature": temperature,
     }
     needed = bytes_of(settings["tokens"], config.d_model, taps, config.layers, kind)
     shards = _started(folder, settings)
@@ -118,7 +121,7 @@ def capture(
     with progress(f"features: tokens ({needed / 1e6:.0f} MB)", settings["tokens"], done) as bar:
         for part in _grouped(ordered[begin:], per_shard):
             name = f"shard-{len(shards):05d}.safetensors"
-            save_file(_shard(model, part, taps, kind, batch, bf16), folder / f".{name}")
+            save_file(_shard(model, part, taps, kind, batch, bf16, temperature), folder / f".{name}")
             (folder / f".{name}").rename(folder / name)
             shards.append({"file": name, "rows": len(part)})
             write_atomic(folder / INDEX, json.dumps({**settings, "shards": shards}, indent=1))
@@ -182,7 +185,7 @@ def _padded_groups(rows: Sequence[Row], tokens: int) -> Iterator[list[Row]]:
 
 @torch.inference_mode()
 def _shard(
-    model: Model, rows: Sequence[Row], taps: Sequence[int], kind: Kind, batch: int, bf16: bool
+    model: Model, rows: Sequence[Row], taps: Sequence[int], kind: Kind, batch: int, bf16: bool, temperature: float
 ) -> dict[str, Tensor]:
     last, width = model.config.layers, model.config.d_model
     kept = taps if last in taps else (*taps, last)
@@ -198,18 +201,20 @@ def _shard(
         "lengths_R": torch.tensor([len(r.tokens) for r in rows]),
         "tokens_N": torch.tensor([t for r in rows for t in r.tokens], dtype=torch.int32),
         "mask_N": mask_N.to(torch.uint8),
-        "lse_N": _totals(model, hidden_ND, mask_N),
+        "lse_N": _totals(model, hidden_ND, mask_N, temperature),
         **stored,
     }
 
 
-def _totals(model: Model, hidden_ND: Tensor, mask_N: Tensor) -> Tensor:
-    """Before an answer's tokens the logsumexp of the target's logits, elsewhere 0; no row begins with an answer."""
+def _totals(model: Model, hidden_ND: Tensor, mask_N: Tensor, temperature: float) -> Tensor:
+    """Before an answer's tokens the logsumexp of the target's logits, over temperature; elsewhere 0. No row begins with
+    an answer.
+    """
     weight = model.lm_head.weight
     before = (mask_N.nonzero()[:, 0] - 1).clamp(min=0)
     lse_N = torch.zeros(len(mask_N))
     normed = model.norm(hidden_ND[before].to(weight.dtype))
-    lse_N[before] = log_total(Head(normed, weight)).float()
+    lse_N[before] = log_total(Head(normed, weight, temperature)).float()
     return lse_N
 
 

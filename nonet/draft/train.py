@@ -42,6 +42,8 @@ class TrainConfig(Config):
     loss: Kind = "overlap"
     eta: float = Field(default=3.0, ge=0)  # of loss = hybrid
     fallback: float = Field(default=0.1, ge=0)  # of loss = overlap
+    # Of both distributions that are compared: as the draft will be served. Near 0 only the likeliest words count.
+    temperature: float = Field(default=1.0, gt=0)
     step_decay: float = Field(default=1.0, gt=0, le=1)  # weight of unrolled step s is step_decay^(s - 1)
     optimizer: Literal["adamw", "muon"] = "adamw"
     lr: float | None = Field(default=None, gt=0)  # None: 1e-4 for form mtp, 1e-3 for eagle3
@@ -97,7 +99,7 @@ class Training:
     ):
         self.draft, self.batches, self.heldout = draft, batches, heldout
         self.config, self.run, self.stage, self.score = config, run, stage, score
-        self.teacher = Teacher(draft.target, draft.d2t_W)
+        self.teacher = Teacher(draft.target, draft.d2t_W, config.temperature)
         frozen = {"fc.": config.train_fusion, "lm_head.": config.train_head}
         for name, p in draft.named_parameters():
             if any(name.startswith(part) and not on for part, on in frozen.items()):

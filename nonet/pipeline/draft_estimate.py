@@ -93,7 +93,7 @@ class Probe:
             began = time.perf_counter()
             batch = observed(job.target, config.taps, tokens_BT, torch.ones_like(tokens_BT, dtype=torch.bool))
             capture = (time.perf_counter() - began) / n
-        c, teacher = job.recipe.train, Teacher(job.target, draft.d2t_W)
+        c, teacher = job.recipe.train, Teacher(job.target, draft.d2t_W, job.recipe.train.temperature)
         optimizer = Optimizer(draft.named_parameters(), "adamw", 0.0, c.betas, 0.0, None)
         batch = replace(batch.to(torch.float32), lse_BT=torch.zeros(1, n))  # a store has it
         for _ in range(2):  # the first warms up

@@ -68,7 +68,10 @@ def _tuned(c: Context, model: Model, answers: Sequence[Answer], draft: Draft) ->
     """The trained draft of the run directory, trained now if it is not there."""
     table, out, folder, config = c.recipe.draft, c.models("draft"), c.run.path / "draft", draft.config
     if not (out / "config.json").exists():
-        learnt, held = (captured(model, answers, side, folder / "features", config) for side in (False, True))
+        t = table.train.temperature
+        learnt, held = (
+            captured(model, answers, side, folder / "features", config, temperature=t) for side in (False, True)
+        )
         fit(draft, learnt, held, table.window, table.batch_tokens, table.train, c.run, STAGE)
         partial = out.with_name(".draft")
         shutil.rmtree(partial, ignore_errors=True)
@@ -79,12 +82,14 @@ def _tuned(c: Context, model: Model, answers: Sequence[Answer], draft: Draft) ->
 
 
 def captured(
-    model: Model, answers: Sequence[Answer], heldout: bool, folder: Path, config: DraftConfig, kind: Kind = "bf16"
-) -> FeatureStore:
-    """Features of one side's answers, under `folder`."""
+    model: Model, answers: Sequence[Answer], heldout: bool, folder: Path, config: DraftConfig, kind: Kind = "bf16",
+    temperature: float = 1.0,
+) -> FeatureStore:  # fmt: skip
+    """Features of one side's answers, under `folder`, for a training at this temperature."""
     target = f"{config.target.config}/{config.target.vocabulary}"
     rows = trainable(answers, heldout)
-    return capture(model, rows, folder / ("held" if heldout else "learnt"), config.taps, kind, target)
+    folder = folder / ("held" if heldout else "learnt")
+    return capture(model, rows, folder, config.taps, kind, target, temperature=temperature)
 
 
 def fit(

@@ -218,8 +218,9 @@ class Job:
         size = bytes_of(tokens, self.target.config.d_model, taps, self.target.config.layers, d.features)
         say(f"features, {name}: {len(rows)} rows, {tokens:,} tokens, {size / 1e6:.0f} MB as {d.features}")
         folder = self.out / "features" / name
+        t = self.recipe.train.temperature
         with self._timed("features"):
-            return capture(self.target, rows, folder, taps, d.features, self.fingerprint, bf16=d.bf16)
+            return capture(self.target, rows, folder, taps, d.features, self.fingerprint, bf16=d.bf16, temperature=t)
 
     @contextmanager
     def _timed(self, part: str) -> Iterator[None]:

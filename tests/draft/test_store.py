@@ -148,6 +148,18 @@ def test_looping_and_held_out_answers_are_not_trained():
 # ---------------------------------------------------------------------------------- windows
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.3])
+def test_kept_totals_are_of_the_temperature_that_was_asked_for(model, tmp_path, temperature):
+    made = capture(model, rows(), tmp_path, TAPS, "float32", "t", temperature=temperature)
+    for i in range(len(made)):
+        row = made.row(i)
+        before = row.mask_T.nonzero()[:, 0] - 1
+        want = (model.logits(row.hidden_TD[before]) / temperature).logsumexp(-1)
+        torch.testing.assert_close(row.lse_T[before], want, atol=1e-5, rtol=0)
+    with pytest.raises(UserError, match=r"temperature: .* -> 7.0"):
+        capture(model, rows(), tmp_path, TAPS, "float32", "t", temperature=7.0)
+
+
 def test_an_epoch_holds_every_window_with_words_once_and_says_what_it_cut(model, tmp_path):
     made = capture(model, rows(), tmp_path, TAPS, "float32", "t")
     windows = Windows.of(made, 8, 20)

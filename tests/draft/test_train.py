@@ -62,20 +62,23 @@ def test_the_mask_is_shifted_with_the_inputs(form: str):
         assert predicts.nonzero()[:, 0].tolist() == list(range(max(0, begin - step - 1), end - step - 1))
 
 
-def test_rows_of_all_steps_get_the_distributions_of_their_own_positions():
+@pytest.mark.parametrize("temperature", [1.0, 0.3, 2.0])
+def test_rows_of_all_steps_get_the_distributions_of_their_own_positions(temperature: float):
     """Against the definition, step by step, with the target's logits written out. Weights are powers of two: they are
     float32 on the way, and nothing else here is.
     """
     d2t = torch.tensor([9, 60, 0, 31, 32, 33, 7, 44])
     draft = made("eagle3", torch.float64, d2t_W=d2t, draft_vocab=8)
     batch, objective = answer(draft, 5, 19, rows=2), Objective(kind="overlap", step_weights=0.5)
-    found = told(draft, Teacher(draft.target, d2t), batch, 4, objective)
+    found = told(draft, Teacher(draft.target, d2t, temperature), batch, 4, objective)
+    heats = (temperature, temperature)
     with torch.no_grad():
         target_BTW = draft.target.logits(batch.hidden_BTD)
         total = weight = 0.0
         for step, out in enumerate(unrolled(draft, batch, 4), 1):
             rows, times = batch.predicted(step).nonzero(as_tuple=True)
-            want = overlap_definition(draft.logits(out[rows, times]), target_BTW[rows, times + step], d2t)
+            logits = draft.logits(out[rows, times])
+            want = overlap_definition(logits, target_BTW[rows, times + step], d2t, temperatures=heats)
             torch.testing.assert_close(found.alpha_BTK[rows, times, step - 1].double(), want.alpha_T, atol=1e-6, rtol=0)
             total += 0.5 ** (step - 1) * float(want.rows_T.sum())
             weight += 0.5 ** (step - 1) * len(rows)
@@ -84,13 +87,14 @@ def test_rows_of_all_steps_get_the_distributions_of_their_own_positions():
     assert weight_of(batch, 4, objective) == pytest.approx(weight)
 
 
-def test_a_known_logsumexp_changes_nothing():
+@pytest.mark.parametrize("temperature", [1.0, 0.3])
+def test_a_known_logsumexp_changes_nothing(temperature: float):
     d2t = torch.tensor([9, 60, 0, 31])
     draft = made("eagle3", torch.float64, d2t_W=d2t, draft_vocab=4)
-    batch, teacher = answer(draft, 5, 19), Teacher(draft.target, d2t)
+    batch, teacher = answer(draft, 5, 19), Teacher(draft.target, d2t, temperature)
     known = FeatureBatch(
         batch.tokens_BT, batch.features_BTF, batch.hidden_BTD, batch.mask_BT,
-        lse_BT=draft.target.logits(batch.hidden_BTD).logsumexp(-1).detach(),
+        lse_BT=(draft.target.logits(batch.hidden_BTD) / temperature).logsumexp(-1).detach(),
     )  # fmt: skip
     one, two = (told(draft, teacher, b, 3, Objective()) for b in (batch, known))
     assert float((one.loss - two.loss).abs()) < 1e-12
