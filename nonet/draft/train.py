@@ -36,8 +36,9 @@ RATES = {"mtp": 1e-4, "eagle3": 1e-3}  # trained already; random
 class TrainConfig(Config):
     steps: int = Field(default=1000, ge=1)
     unroll: int = Field(default=7, ge=1)  # steps of the draft
-    # So many of the steps come first and unroll it once, under a schedule of their own: a fresh draft learns what comes
-    # next for a seventh of the price, and then to go on from itself.
+    # So many of the steps come first and unroll it once: a fresh draft learns what comes next for a seventh of the
+    # price, and then to go on from itself. One schedule goes over all steps: a rate that falls and rises again costs the
+    # first guess what it had learnt (docs/log.md).
     single: int = Field(default=0, ge=0)
     loss: Kind = "overlap"
     eta: float = Field(default=3.0, ge=0)  # of loss = hybrid
@@ -72,8 +73,7 @@ class TrainConfig(Config):
 
     def rate(self, step: int) -> float:
         """Share of the peak learning rate at an optimiser step, counted from 0."""
-        begin, end = (0, self.single) if step < self.single else (self.single, self.steps)
-        return share(step - begin, end - begin, round(self.warmup * (end - begin)), self.decay_to, self.decay)
+        return share(step, self.steps, round(self.warmup * self.steps), self.decay_to, self.decay)
 
     def at(self, step: int) -> TrainConfig:
         """What holds at an optimiser step, counted from 0."""
