@@ -37,8 +37,8 @@ class TrainConfig(Config):
     steps: int = Field(default=1000, ge=1)
     unroll: int = Field(default=7, ge=1)  # steps of the draft
     # So many of the steps come first and unroll it once: a fresh draft learns what comes next for a seventh of the
-    # price, and then to go on from itself. One schedule goes over all steps: a rate that falls and rises again costs the
-    # first guess what it had learnt (docs/log.md).
+    # price, and then to go on from itself. One schedule goes over all steps: a rate that falls and rises again costs
+    # the first guess what it had learnt (docs/log.md).
     single: int = Field(default=0, ge=0)
     loss: Kind = "overlap"
     eta: float = Field(default=3.0, ge=0)  # of loss = hybrid
