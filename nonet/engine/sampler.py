@@ -1,7 +1,7 @@
 """From logits to tokens: penalties and biases, temperature, top-k, top-p, min-p, one counter-based uniform per draw.
 
-Sampling inverts the cumulative distribution at the row's uniform, in float64, so a token is a pure function of the
-row's logits and (seed, stream, position).
+Sampling inverts the cumulative distribution at the row's uniform, so a token is a pure function of the row's logits
+and (seed, stream, position). Masses and sums of a block of them are float32, as log-probs are, further sums float64.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from nonet.ops.rng import uniforms
 from nonet.types import Sampling, UserError
+
+BLOCK = 64  # tokens whose masses are added up first: where a draw falls is looked for among blocks, then inside one
 
 
 @dataclass(frozen=True)
@@ -127,20 +130,32 @@ def draw(
         best_B = said_BW.max(-1)
         _check_finite(best_B.values, whose)
         return best_B.indices
-    token_B = invert(shaped_BW.double().exp(), draws_B, whose)
+    token_B = invert(shaped_BW.exp(), draws_B, whose)
     if greedy_B is None:
         return token_B
     return torch.where(torch.from_numpy(greedy_B).to(token_B.device), said_BW.argmax(-1), token_B)
 
 
 def invert(mass_BW: Tensor, draws_B: np.ndarray, whose: str = "model") -> Tensor:
-    """Token [B] at which the cumulative mass (float64, of any total) exceeds its share draws_B of the total."""
-    cdf_BW = mass_BW.cumsum(-1)
-    u_B1, total_B1 = torch.from_numpy(draws_B).to(cdf_BW.device).unsqueeze(1), cdf_BW[:, -1:]
-    _check_finite(total_B1, whose)
-    # u < 1 keeps u * total below total except by rounding; then the token that completes the mass is meant.
-    target_B1 = torch.minimum(u_B1 * total_B1, total_B1.nextafter(torch.zeros_like(total_B1)))
-    return torch.searchsorted(cdf_BW, target_B1, right=True).squeeze(1)
+    """Token [B] at which the cumulative mass (of any total) exceeds its share draws_B of the total."""
+    missing = -mass_BW.shape[1] % BLOCK
+    blocks_BNK = (F.pad(mass_BW, (0, missing)) if missing else mass_BW).unflatten(1, (-1, BLOCK))
+    ends_BN = blocks_BNK.sum(-1).double().cumsum(-1)
+    _check_finite(ends_BN[:, -1:], whose)
+    share_B1 = torch.from_numpy(draws_B).to(ends_BN.device).unsqueeze(1) * ends_BN[:, -1:]
+    block_B1 = _first_above(ends_BN, share_B1)
+    begin_B1 = F.pad(ends_BN, (1, 0)).gather(1, block_B1)
+    inside_BK = blocks_BNK.gather(1, block_B1.unsqueeze(2).expand(-1, 1, BLOCK)).squeeze(1).double().cumsum(-1)
+    return (block_B1 * BLOCK + _first_above(inside_BK + begin_B1, share_B1)).squeeze(1)
+
+
+def _first_above(rising_BN: Tensor, share_B1: Tensor) -> Tensor:
+    """Index [B, 1] of the first value above the share; where rounding has carried it past them all, of the one that
+    reaches the last value. Steps of no height are never meant.
+    """
+    last_B1 = rising_BN[:, -1:]
+    below_B1 = torch.minimum(share_B1, last_B1.nextafter(torch.full_like(last_B1, -torch.inf)))
+    return torch.searchsorted(rising_BN, below_B1, right=True)
 
 
 def _check_finite(x: Tensor, whose: str) -> None:
@@ -184,6 +199,8 @@ def shape(raw_BW: Tensor, rows: SamplingRows) -> Tensor:
 
 
 def _only(asked_B: np.ndarray, new_BW: Tensor, old_BW: Tensor) -> Tensor:
+    if asked_B.all():
+        return new_BW
     return torch.where(torch.from_numpy(asked_B).to(old_BW.device).unsqueeze(1), new_BW, old_BW)
 
 
