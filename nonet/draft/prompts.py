@@ -49,14 +49,27 @@ Plan a one-hour lesson on {topic}.
 Write a dialogue between two friends about {topic}.
 What are common mistakes people make with {topic}?
 Draft a product description related to {topic}.
-List the most important facts about {topic}."""
+List the most important facts about {topic}.
+What would you ask an expert on {topic}?
+Write a blog post of three paragraphs about {topic}.
+Describe {topic} in two sentences.
+Give an example of {topic} from everyday life.
+What is the future of {topic}?
+Who should care about {topic}, and why?
+Make a table of terms about {topic} with short definitions.
+How would you explain {topic} to someone who knows {other}?"""
 _TOPICS = """\
 photosynthesis; compound interest; the water cycle; public transport; bread baking; chess; the Moon; solar
 panels; remote work; gardening; vaccines; electric cars; the Roman Empire; jazz; yoga; recycling; volcanoes;
 machine learning; coffee; marathon running; dinosaurs; the stock market; meditation; black holes; cycling;
 bees; the printing press; sleep; cooking pasta; photography; earthquakes; democracy; online privacy; hiking;
 the ocean; learning a language; board games; climate change; budgeting; antibiotics; bridges; owls; tea;
-open-source software; mountains"""
+open-source software; mountains;
+the human heart; insurance; rivers; opera; robots; knitting; satellites; the Silk Road; surfing; spices;
+inflation; glaciers; detective novels; beekeeping; typography; bicycles; taxes; the nervous system; pottery;
+desert animals; search engines; football; the Renaissance; batteries; whales; interviews; houseplants; maps;
+noise; cheese; railways; dreams; encryption; wildfires; dance; the periodic table; libraries; rice; tides;
+friendship"""
 _PIECE_LIMIT = 1500  # characters of a function's head
 
 
