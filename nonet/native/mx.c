@@ -1,23 +1,11 @@
 /* decode(encode(x)) of microscaling blocks in one pass: the additions of quant/mx.py (`_fake_part`), so its bits. */
 
 #include <math.h>
-#include <stdint.h>
-#include <string.h>
+
+#include "bits.h"
 
 typedef int64_t I;
 enum { WIDTH = 32 };
-
-static inline uint32_t bits(float x) {
-  uint32_t u;
-  memcpy(&u, &x, sizeof u);
-  return u;
-}
-
-static inline float value(uint32_t u) {
-  float x;
-  memcpy(&x, &u, sizeof x);
-  return x;
-}
 
 /* Bits of the largest magnitude of a block; magnitudes keep their order as integers, a NaN comes last. */
 static inline uint32_t top_of(const float *x) {

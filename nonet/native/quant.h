@@ -3,20 +3,10 @@
 #ifndef NONET_QUANT_H
 #define NONET_QUANT_H
 
+#include "bits.h"
 #include "decode_model.h"
 
 enum { PLAIN = 0, MXFP8 = 1, FLOOR = 0, EVEN = 1, CEIL = 2, RCEIL = 3 };
-
-static inline uint32_t bits(float x) {
-  uint32_t u;
-  memcpy(&u, &x, sizeof u);
-  return u;
-}
-static inline float value(uint32_t u) {
-  float x;
-  memcpy(&x, &u, sizeof x);
-  return x;
-}
 
 /* Exponent of the scale of a block whose largest magnitude is `top` > 0: E4M3 reaches 448 = 1.75 * 2^8. */
 static int scale_exponent(float top, I rule) {
